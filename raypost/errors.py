@@ -1,0 +1,65 @@
+"""The errors raypost raises on purpose. A message names the thing, the value, the bound and the fix.
+
+RaypostError
+├── ConfigError          a configuration that cannot work; raised before anything starts (also a ValueError)
+├── AlignmentError       token arrays of one trajectory disagree in length (also a ValueError)
+├── JudgeError           a judge could not score; never turned into a reward
+├── WeightError          weights that arrived differ from what was sent
+│   └── StaleWeightsError    a worker was asked to serve a version it does not hold
+├── NoWorkersError       no rollout worker came back within its deadline
+├── ProductionError      production can never deliver the batch that was asked for
+├── LedgerError          a group changed state in a way the ledger forbids
+├── CheckpointError      a checkpoint is damaged, or belongs to another run
+├── WaitTimeoutError     a named wait passed its deadline (also a TimeoutError)
+└── ClusterError         the cluster cannot give what the placement needs
+"""
+
+from __future__ import annotations
+
+
+class RaypostError(Exception):
+    """Base of all errors raised on purpose."""
+
+
+class ConfigError(RaypostError, ValueError):
+    """A configuration that cannot work: what is wrong, the value, the bound, the fix."""
+
+
+class AlignmentError(RaypostError, ValueError):
+    """Ids, logprobs, mask and versions of one trajectory do not have one length."""
+
+
+class JudgeError(RaypostError):
+    """A judge failed. The trajectory becomes FAILED; a failure is never a zero reward."""
+
+
+class WeightError(RaypostError):
+    """What an engine holds is not what the trainer sent."""
+
+
+class StaleWeightsError(WeightError):
+    """A worker does not hold the version it was asked to serve."""
+
+
+class NoWorkersError(RaypostError):
+    """Every rollout worker is gone and none came back within the deadline."""
+
+
+class ProductionError(RaypostError):
+    """Production can never deliver what the consumer waits for; the message lists every counter."""
+
+
+class LedgerError(RaypostError):
+    """A group took a transition the ledger forbids, such as being trained twice."""
+
+
+class CheckpointError(RaypostError):
+    """A checkpoint is missing a part, damaged, or was written by another run."""
+
+
+class WaitTimeoutError(RaypostError, TimeoutError):
+    """A wait passed its deadline; the message names its owner and what it waited for."""
+
+
+class ClusterError(RaypostError):
+    """The cluster lacks resources for the placement; the message has both numbers."""

@@ -1,0 +1,173 @@
+"""The seams between roles. The same names hold for an object in this process and for an actor behind
+`actors.remote.Remote`, so that every role can be tested without Ray.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from raypost.types import (
+    GenerateRequest,
+    GenerateResult,
+    Group,
+    GroupKey,
+    PackedGroups,
+    RolloutState,
+    Status,
+)
+
+
+class Generator(Protocol):
+    """What an agent loop needs of the rollout pool."""
+
+    async def generate(self, request: GenerateRequest) -> GenerateResult:
+        """Generate until a stop token, the token limit, or a pause ("abort": partial tokens)."""
+        ...
+
+
+class AgentLoop(Protocol):
+    """Makes a group's trajectories and has them judged."""
+
+    async def run(self, group: Group) -> Group:
+        """Generate every member that is not COMPLETED, judge, return the group with statuses set.
+
+        Members interrupted by a pause come back ABORTED with their tokens; failures come back FAILED with
+        `error`. Raises only on a bug or when the hosting process died.
+        """
+        ...
+
+
+class Judge(Protocol):
+    """Scores responses."""
+
+    async def judge(self, states: list[RolloutState]) -> list[float]:
+        """One reward per state. Raises JudgeError; a failure is never a reward."""
+        ...
+
+
+class RolloutControl(Protocol):
+    """What the producer needs of the rollout pool."""
+
+    async def pause(self) -> None:
+        """Abort: close the gate, then stop the engines. Idempotent; returns when no engine is generating."""
+        ...
+
+    async def resume(self, version: int) -> None:
+        """Engines first, gate last. Raises StaleWeightsError if no worker holds `version`. Idempotent."""
+        ...
+
+
+@dataclass(slots=True, kw_only=True, frozen=True)
+class ExpiredGroup:
+    """A group that grew too old; `stored` if it stays in the buffer to be generated again."""
+
+    key: GroupKey
+    stored: bool
+    mean_tokens: float
+    """Mean response length of its members before they were reset: dropping by age favours short answers."""
+
+
+@dataclass(slots=True, kw_only=True, frozen=True)
+class PutResult:
+    """What became of a group that was put: its status, its staleness, and whether it was stored."""
+
+    status: Status
+    staleness: int
+    stored: bool
+
+
+@dataclass(slots=True, kw_only=True, frozen=True)
+class Lease:
+    """A batch taken for `step`. It stays in the buffer until `acknowledge(step)`."""
+
+    step: int
+    keys: tuple[GroupKey, ...]
+    staleness: tuple[int, ...]
+    """Per group, at `step`."""
+    packed: PackedGroups
+
+
+@dataclass(slots=True, frozen=True)
+class TaskLimits:
+    """How the buffer ages one task's groups: `stale_threshold` in train steps; `retry` keeps expired ones."""
+
+    stale_threshold: int
+    retry: bool = False
+
+
+class Buffer(Protocol):
+    """Groups by (task, status), owned by whoever implements this. Every method is idempotent."""
+
+    async def put(self, packed: PackedGroups, train_step: int) -> PutResult:
+        """Store ONE group (packed alone), aged at `train_step`. A second put of the same key replaces it."""
+        ...
+
+    async def refresh(self, train_step: int) -> list[ExpiredGroup]:
+        """Age everything again at `train_step`; returns what newly expired."""
+        ...
+
+    async def pop(self, task: str, status: Status) -> PackedGroups | None:
+        """Remove and return the first group of that task and status (stalest first), or None."""
+        ...
+
+    async def lease(self, step: int, per_task: dict[str, int]) -> Lease | None:
+        """Lease exactly that many COMPLETED groups a task, stalest first, or None and change nothing.
+
+        Asked again for a step whose lease is open, it returns the same lease.
+        """
+        ...
+
+    async def acknowledge(self, step: int) -> tuple[GroupKey, ...]:
+        """End all leases up to `step`: these groups are trained. Returns their keys; () when repeated."""
+        ...
+
+    async def counts(self) -> dict[str, dict[Status, int]]:
+        """Groups by task and status; leased ones count as ARCHIVED until acknowledged."""
+        ...
+
+    async def state_dict(self) -> dict[str, Any]:
+        """Everything needed to restore the buffer, as plain data and NumPy arrays."""
+        ...
+
+    async def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Restore into an empty buffer. Raises CheckpointError if it is not empty or the state is foreign."""
+        ...
+
+
+@dataclass(slots=True, kw_only=True)
+class ProductionMetrics:
+    """What production did since it was last read; read once and zeroed. Rewards and samples, not groups."""
+
+    raw_rewards_sum: float = 0.0
+    """Before any filter, or the reward curve would lie."""
+    raw_rewards_count: int = 0
+    produced_samples: int = 0
+    produced_tokens: int = 0
+    """New tokens only: a continuation does not count its prefix again."""
+    failed_samples: int = 0
+    filtered_samples: int = 0
+    expired_groups: int = 0
+    expired_tokens_mean: float = 0.0
+    pause_s: float = 0.0
+    group_s: list[float] = field(default_factory=list)
+    """Seconds each finished group took."""
+
+
+@dataclass(slots=True, kw_only=True, frozen=True)
+class TakeStatus:
+    """The small half of `take_batch`: what the driver reads."""
+
+    status: str
+    """A ProduceBatchStatus."""
+    step: int
+    num_groups: int
+    """0 when no batch was delivered: sync and ask again for the same step."""
+    num_samples: int = 0
+    staleness: tuple[int, ...] = ()
+    """Per group at `step`."""
+    wait_s: float = 0.0
+    """How long the consumer waited for the batch."""
+    buffered: int = 0
+    """COMPLETED groups left in the buffer."""
+    metrics: ProductionMetrics = field(default_factory=ProductionMetrics)
