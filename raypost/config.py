@@ -7,11 +7,13 @@ cluster, a folder or a model is checked by plan.py. Derived values are propertie
 from __future__ import annotations
 
 import re
+from difflib import get_close_matches
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, get_args
 
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic_core import ErrorDetails
 
 from raypost.errors import ConfigError
 
@@ -19,7 +21,7 @@ Device = Literal["cpu", "cuda"]
 
 
 class _Model(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True, allow_inf_nan=False)
 
 
 class ModelConfig(_Model):
@@ -41,7 +43,7 @@ class SourceConfig(_Model):
 
     kind: Literal["reasoning_gym", "jsonl"]
     dataset: str
-    """Name of the reasoning-gym dataset, or path of the JSONL file ({"prompt": ..., "answer": ...} a line)."""
+    """Name of the reasoning-gym dataset, or path of a JSONL file ({"prompt": ..., "answer": ...} a line)."""
     params: dict[str, Any] = Field(default_factory=dict)
     """Parameters of the reasoning-gym dataset."""
     size: Annotated[int, Field(ge=1)] = 100_000
@@ -53,7 +55,7 @@ class StrategyConfig(_Model):
 
     kind: Literal["async", "sync"] = "async"
     max_staleness: Annotated[int, Field(ge=0)] = 1
-    """How old trained data may be, in sync periods beyond the current one; 0 is on-policy up to the interval."""
+    """Sync periods, beyond the current one, that trained data may be old; 0: on-policy up to the interval."""
     over_sample_threshold: Annotated[float, Field(ge=0)] = 0.0
     """Groups started beyond a batch, as a fraction of it."""
     enable_partial_rollout: bool = True
@@ -78,9 +80,13 @@ class JudgeConfig(_Model):
             try:
                 groups = re.compile(self.answer_pattern).groups
             except re.error as error:
-                raise ValueError(f"answer_pattern {self.answer_pattern!r} is no regular expression: {error}") from None
+                raise ValueError(
+                    f"answer_pattern {self.answer_pattern!r} is no regular expression: {error}"
+                ) from None
             if groups < 1:
-                raise ValueError(f"answer_pattern {self.answer_pattern!r} needs a group: put the answer in (...)")
+                raise ValueError(
+                    f"answer_pattern {self.answer_pattern!r} needs a group: put the answer in (...)"
+                )
         return self
 
 
@@ -109,9 +115,16 @@ class TaskConfig(_Model):
     """0 means all tokens."""
 
     @model_validator(mode="after")
-    def _template_has_question(self) -> TaskConfig:
+    def _prompt_and_judge_fit(self) -> TaskConfig:
         if "{question}" not in self.prompt_template:
-            raise ValueError(f"prompt_template {self.prompt_template!r} lacks {{question}}: no prompt would differ")
+            raise ValueError(
+                f"prompt_template {self.prompt_template!r} lacks {{question}}: no prompt would differ"
+            )
+        if self.judge.kind == "reasoning_gym" and self.source.kind != "reasoning_gym":
+            raise ValueError(
+                f"judge.kind is 'reasoning_gym', but source.kind is {self.source.kind!r}, which has no "
+                "scorer: set judge.kind to 'exact'"
+            )
         return self
 
 
@@ -268,13 +281,15 @@ class Config(_Model):
     def _parts_agree(self) -> Config:
         problems = [*self._name_problems(), *self._interval_problems(), *self._batch_problems()]
         if problems:
-            raise ValueError("; ".join(problems))
+            raise ValueError("\n".join(problems))
         return self
 
     def _name_problems(self) -> list[str]:
         problems = []
         if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}", self.name):
-            problems.append(f"name {self.name!r} must be 1 to 64 letters, digits, '.', '_' or '-', starting with one")
+            problems.append(
+                f"name {self.name!r} must be 1 to 64 letters, digits, '.', '_' or '-', starting with one"
+            )
         names = [task.name for task in self.tasks]
         if len(set(names)) != len(names):
             problems.append(f"tasks need different names, got {names}: rename one")
@@ -284,11 +299,12 @@ class Config(_Model):
 
     def _interval_problems(self) -> list[str]:
         sync, problems = self.sync.sync_weights_interval, []
-        for name, value in (("eval.interval", self.eval.interval), ("checkpoint.interval", self.checkpoint.interval)):
+        for name in ("eval", "checkpoint"):
+            value = getattr(self, name).interval
             if value % sync:
                 problems.append(
-                    f"{name} is {value}, no multiple of sync.sync_weights_interval {sync}: it runs in the pause of "
-                    f"a sync; use {max(sync, round(value / sync) * sync)}"
+                    f"{name}.interval is {value}, no multiple of sync.sync_weights_interval {sync}: it runs "
+                    f"in the pause of a sync; use {max(sync, round(value / sync) * sync)}"
                 )
         return problems
 
@@ -308,8 +324,8 @@ class Config(_Model):
         for task in self.tasks:
             if task.group_size == 1:
                 problems.append(
-                    f"task {task.name!r}: group_size is 1, but the advantage {self.train.advantage!r} compares a "
-                    "group's members, so every advantage would be 0: use 2 or more"
+                    f"task {task.name!r}: group_size is 1, but the advantage {self.train.advantage!r} "
+                    "compares a group's members, so every advantage would be 0: use 2 or more"
                 )
         if self.train.micro_batch_tokens < self.max_model_len:
             problems.append(
@@ -325,7 +341,7 @@ def load_config(path: Path, overrides: list[str] | None = None) -> Config:
         raw = yaml.safe_load(path.read_text())
     except OSError as error:
         raise ConfigError(f"cannot read configuration {path}: {error.strerror}") from error
-    except yaml.YAMLError as error:
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path} is no YAML: {error}") from error
     if not isinstance(raw, dict):
         raise ConfigError(f"{path} must hold a mapping, got {type(raw).__name__}")
@@ -339,12 +355,33 @@ def parse_config(raw: dict[str, Any], origin: str = "configuration") -> Config:
     try:
         return Config.model_validate(raw)
     except ValidationError as error:
-        lines = [f"{origin}: {len(error.errors())} problem(s)"]
-        for item in error.errors(include_url=False):
-            place = ".".join(map(str, item["loc"]))
-            value = "" if item["type"] in ("missing", "value_error") else f", got {item['input']!r:.80}"
-            lines.append(f"  {place or 'run'}: {item['msg'].removeprefix('Value error, ')}{value}")
-        raise ConfigError("\n".join(lines)) from None
+        lines = [line for item in error.errors(include_url=False) for line in _problem_lines(item)]
+        raise ConfigError("\n  ".join([f"{origin}: {len(lines)} problem(s)", *lines])) from None
+
+
+def _problem_lines(item: ErrorDetails) -> list[str]:
+    """What pydantic found at one place, one line a problem."""
+    place = ".".join(map(str, item["loc"]))
+    if item["type"] == "extra_forbidden":
+        return [f"{place}: unknown key{_suggestion(item['loc'])}, got {item['input']!r:.80}"]
+    if item["type"] == "missing":
+        return [f"{place}: required, but missing: set it"]
+    if item["type"] == "too_short" and item["input"]:
+        return []  # pydantic also counts items it refused for reasons of their own, listed beside this
+    if item["type"] == "value_error":
+        return [f"{place}: {line}".removeprefix(": ") for line in str(item["ctx"]["error"]).splitlines()]
+    return [f"{place}: {item['msg']}, got {item['input']!r:.80}"]
+
+
+def _suggestion(loc: tuple[int | str, ...]) -> str:
+    """The known key of the same mapping that looks most like the unknown one, as a question."""
+    model: Any = Config
+    for part in loc[:-1]:
+        if isinstance(part, str):
+            model = model.model_fields[part].annotation
+            model = next((inner for inner in get_args(model) if isinstance(inner, type)), model)
+    near = get_close_matches(str(loc[-1]), model.model_fields, n=1)
+    return f" (did you mean {near[0]}?)" if near else f" (known: {', '.join(model.model_fields)})"
 
 
 def _apply_override(raw: dict[str, Any], override: str) -> None:

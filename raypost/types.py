@@ -147,7 +147,9 @@ class RolloutState:
             "response_mask": len(self.response_mask),
         }
         if len(set(lengths.values())) != 1:
-            raise AlignmentError(f"group {self.group_id} sample {self.sample_index}: lengths differ: {lengths}")
+            raise AlignmentError(
+                f"group {self.group_id} sample {self.sample_index}: lengths differ: {lengths}"
+            )
 
     def append_segment(
         self,

@@ -1,0 +1,75 @@
+# One venv, made from the lock; every target runs in it. `make help` lists the targets.
+#
+# RECIPE=smollm2          another recipe of jobs/recipes, or a path ending in .yaml
+# ARGS="train.num_steps=5 --name trial"
+#                         overrides and options for jobs.run
+# TORCH_INDEX=...         package index that has CPU builds of torch, where the default index has none
+# PYTHON=...              a Python 3.11, where none is found
+SHELL := /bin/bash
+.SHELLFLAGS := -eu -o pipefail -c
+.DEFAULT_GOAL := help
+.DELETE_ON_ERROR:
+.PHONY: help run test check format lock clean
+
+RECIPE ?= quickstart
+ARGS ?=
+PYTEST_ARGS ?=
+TORCH_INDEX ?=
+PYTHON ?=
+
+VENV := .venv
+BIN := $(VENV)/bin
+LOCK := requirements-cpu.lock
+INSTALLED := $(VENV)/installed.lock
+CONFIG = $(if $(filter %.yaml,$(RECIPE)),$(RECIPE),jobs/recipes/$(RECIPE).yaml)
+
+help:  ## list the targets
+	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## (.*)/  make \1|\2/' | column -t -s '|'
+
+run: $(INSTALLED)  ## train on this machine: RECIPE=quickstart ARGS="train.num_steps=5"
+	@exec $(BIN)/python -m jobs.run --config $(CONFIG) $(ARGS)
+
+test: $(INSTALLED)  ## unit tests, actor tests, end-to-end tests
+	$(BIN)/python -m pytest $(PYTEST_ARGS) tests/unit tests/test_layers.py
+	$(BIN)/python -m pytest $(PYTEST_ARGS) tests/actors
+	$(BIN)/python -m pytest $(PYTEST_ARGS) tests/jobs
+
+check: $(INSTALLED)  ## lint, format, types, and who may import whom
+	$(BIN)/ruff check
+	$(BIN)/ruff format --check
+	$(BIN)/mypy
+	$(BIN)/lint-imports --no-logo
+
+format: $(INSTALLED)  ## format the code, and fix what ruff can fix
+	$(BIN)/ruff check --fix
+	$(BIN)/ruff format
+
+# The lock is compared by content: a checkout renews its date. A changed lock makes a new venv, so that
+# nothing is left of the old one. Two makes at once take turns.
+$(INSTALLED): $(LOCK)
+	@if command -v flock >/dev/null; then exec 9<Makefile; flock 9; fi; \
+	if cmp -s $(LOCK) $@; then touch $@; exit 0; fi; \
+	for python in $(PYTHON) python3.11 python3 python "$$HOME"/.pyenv/versions/3.11.*/bin/python; do \
+	  if "$$python" -c 'import ensurepip, sys; sys.exit(sys.version_info[:2] != (3, 11))' 2>/dev/null; then found=$$python; break; fi; \
+	done; \
+	if [ -z "$${found:-}" ]; then echo "make: no Python 3.11 with ensurepip found; install it (Debian: python3.11-venv), or name it: make PYTHON=/path/to/python3.11" >&2; exit 1; fi; \
+	echo "Installing $$(grep -c == $(LOCK)) packages into $(VENV), once; this takes some minutes."; \
+	"$$found" -m venv --clear $(VENV); \
+	$(BIN)/python -m pip install -qq --no-input --disable-pip-version-check --no-deps \
+	  $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX)) -r $(LOCK) \
+	  || { echo "make: installing $(LOCK) failed; the cause is above, and the next make tries again" >&2; exit 1; }; \
+	cp $(LOCK) $@
+
+lock:  ## solve pyproject.toml into the lock, with uv
+	@uv=$$(command -v uv || true); \
+	if [ -z "$$uv" ]; then \
+	  $(or $(PYTHON),python3.11) -m venv .venv-uv; .venv-uv/bin/python -m pip install -qq --disable-pip-version-check uv; \
+	  uv=.venv-uv/bin/uv; \
+	fi; \
+	UV_FIND_LINKS="$${UV_FIND_LINKS:-$${PIP_FIND_LINKS:-}}" "$$uv" pip compile pyproject.toml \
+	  --extra cpu --extra dev --extra smollm2 --python-version 3.11 \
+	  --no-emit-index-url --no-emit-find-links --no-header -q -o $(LOCK)
+
+clean:  ## remove the venv and all caches; runs/ stays
+	rm -rf $(VENV) .venv-uv .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
+	find raypost actors jobs tests bench -name __pycache__ -prune -exec rm -rf {} +

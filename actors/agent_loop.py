@@ -1,0 +1,57 @@
+"""AgentLoopWorker: runs groups through generation and judging. Groups cross its border in columnar form.
+
+AgentLoopPool is the same seen from a producer: an AgentLoop that sends each group to the least loaded
+worker. A worker that dies is restarted by Ray and its groups are dispatched again.
+"""
+
+from __future__ import annotations
+
+from raypost.agent_loop.single_turn import SingleTurnAgentLoop
+from raypost.config import Config
+from raypost.protocols import Generator, Judge
+from raypost.tokenizer import Tokenizer
+from raypost.types import Group, PackedGroups, pack_groups, unpack_groups
+
+
+class AgentLoopWorker:
+    """Hosts one agent loop a task."""
+
+    def __init__(
+        self, name: str, config: Config, model_path: str, generator: Generator, judge: Judge
+    ) -> None:
+        self._name = name
+        tokenizer = Tokenizer.load(model_path)
+        self._loops = {
+            task.name: SingleTurnAgentLoop(
+                generator,
+                judge,
+                tokenizer.decode,
+                enable_partial_rollout=task.strategy.enable_partial_rollout,
+            )
+            for task in config.tasks
+        }
+
+    def __repr__(self) -> str:
+        return self._name
+
+    async def run(self, packed: PackedGroups) -> PackedGroups:
+        """Run ONE group, packed alone."""
+        (group,) = unpack_groups(packed)
+        return pack_groups([await self._loops[group.task].run(group)])
+
+    async def interrupt(self) -> None:
+        """Stop judging within its grace period; what was generated comes back ABORTED."""
+        for loop in self._loops.values():
+            await loop.interrupt()
+
+
+class AgentLoopPool:
+    """An AgentLoop over a pool of workers, for use inside another actor."""
+
+    def __init__(self, pool: AgentLoopWorker) -> None:
+        """`pool` is a RemotePool of AgentLoopWorker actors."""
+        self._pool = pool
+
+    async def run(self, group: Group) -> Group:
+        (done,) = unpack_groups(await self._pool.run(pack_groups([group])))
+        return done

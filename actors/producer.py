@@ -1,0 +1,102 @@
+"""ProducerActor: hosts raypost.producer with its samplers and the ledger, and talks to the other roles.
+
+`take_batch` has two returns: a small status the driver reads, and the batch, whose ref the driver passes
+on unopened. `save` and `load` write and read the checkpoint here, so that nothing large passes the driver.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+from pathlib import Path
+
+import ray
+
+from actors.remote import ACTOR_ERRORS
+from raypost.checkpoint import load_state, save_state
+from raypost.config import Config
+from raypost.datasets import build_source, render
+from raypost.ledger import Ledger
+from raypost.metrics import SpanLog
+from raypost.producer import Producer, TaskRuntime
+from raypost.protocols import AgentLoop, Buffer, RolloutControl, TakeStatus
+from raypost.sampler import Sampler
+from raypost.strategy import build_strategy
+from raypost.tokenizer import Tokenizer
+from raypost.types import GroupCounts, PackedGroups, Span
+
+log = logging.getLogger(__name__)
+
+STATE_FILE = "producer"
+
+
+class ProducerActor:
+    """Continuous production of groups, and the consumer's side of it."""
+
+    def __init__(
+        self, config: Config, model_path: str, agent_loop: AgentLoop, buffer: Buffer, control: RolloutControl
+    ) -> None:
+        self._spans = SpanLog("producer")
+        tokenizer = Tokenizer.load(model_path)
+        tasks = []
+        for task in config.tasks:
+            sampler = Sampler(
+                task,
+                build_source(task, config.seed),
+                functools.partial(render, tokenizer=tokenizer, task=task),
+                tokenizer.eos_ids,
+                config.seed,
+            )
+            strategy = build_strategy(task.strategy, config.sync.sync_weights_interval)
+            tasks.append(TaskRuntime(task, sampler, agent_loop, strategy))
+        self._producer = Producer(
+            tasks,
+            buffer,
+            control,
+            Ledger(config.run_dir / "ledger.jsonl"),
+            batch_size=config.train.batch_size,
+            sync_weights_interval=config.sync.sync_weights_interval,
+            pause_timeout_s=config.rollout.pause_timeout_s,
+            retryable=ACTOR_ERRORS,
+        )
+
+    def __repr__(self) -> str:
+        return "producer"
+
+    async def run(self) -> None:
+        """Produce for ever. Returns only by raising what made production impossible."""
+        await self._producer.run()
+
+    @ray.method(num_returns=2)
+    async def take_batch(self, step: int) -> tuple[TakeStatus, PackedGroups | None]:
+        """Lease the batch of `step`: (status, batch or None). Asked twice, the same batch."""
+        return await self._producer.take_batch(step)
+
+    async def acknowledge(self, step: int) -> None:
+        """The batch of `step` is trained."""
+        await self._producer.acknowledge(step)
+
+    async def pause(self) -> float:
+        """Stop production, drain what is pending into the buffer. Seconds it took."""
+        with self._spans.span("pause"):
+            return await self._producer.pause()
+
+    async def resume(self, version: int) -> None:
+        """Produce with `version`."""
+        await self._producer.resume(version)
+
+    async def counts(self) -> GroupCounts:
+        """Where every group is."""
+        return await self._producer.counts()
+
+    async def save(self, folder: str) -> None:
+        """Write progress, samplers, buffer and ledger into a checkpoint folder. Production must be paused."""
+        save_state(Path(folder), STATE_FILE, await self._producer.state_dict())
+
+    async def load(self, folder: str) -> None:
+        """Restore what `save` wrote; production stays paused until `resume`."""
+        await self._producer.load_state_dict(load_state(Path(folder), STATE_FILE))
+
+    async def drain_spans(self) -> list[Span]:
+        """Pauses since the last call."""
+        return self._spans.drain()

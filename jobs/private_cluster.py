@@ -1,0 +1,376 @@
+"""A private Ray head on this machine, for one run or one test session, that leaves nothing behind.
+
+Owns the head process, its temp folder and its token, from start to the last process gone. Does not own
+what connects to it: whoever started a driver ends it first, or it is ended here with the rest.
+
+Invariants
+- Nothing finds another cluster, and no other cluster is found: the user's RAY_* variables are dropped,
+  and `env()` pins address, token and mode for children.
+- Ray picks its own ports, so two clusters may start in the same moment; addresses are read back.
+- Only processes that carry this cluster's marker in their environment, or descend from its head, are
+  ended.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import json
+import os
+import random
+import re
+import secrets
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from types import FrameType, TracebackType
+from typing import Self, TypeVar
+
+import psutil
+
+from raypost.errors import RaypostError
+
+MARKER = "RAYPOST_PRIVATE_CLUSTER"
+SOCKET_PATH_LIMIT = 103
+"""Bytes of a unix socket's path that every platform allows."""
+_SOCKET_TAIL = len("/r/session_2000-01-01_00-00-00_000000_0000000/sockets/plasma_store.sock")
+_PORT_RANGE = (20_000, 30_000)
+_TICK_S = 0.05
+CHILDREN_GRACE_S = 3.0
+KILL_TIMEOUT_S = 5.0
+_LOG_TAIL_LINES = 25
+
+T = TypeVar("T")
+
+
+class ClusterStartError(RaypostError):
+    """The private Ray head did not come up; the message ends with the tail of its log."""
+
+
+class PrivateCluster:
+    """A Ray head on loopback, as a context manager.
+
+    num_cpus, num_gpus and resources are what Ray may hand out (logical; num_gpus None: what Ray finds);
+    object_store_memory is in bytes. `temp_dir` is the folder the cluster's own folder is made in. With
+    `auth` every call needs a token made for this cluster alone: GCS and raylet listen on all interfaces
+    whatever their flags. Without it any process of this machine's network may connect: only for tests
+    that attach in-process.
+
+    `with` raises ClusterStartError when the head is not up within start_timeout_s. At its end the head has
+    stop_timeout_s to drain before everything is killed.
+    """
+
+    def __init__(
+        self,
+        *,
+        num_cpus: int,
+        num_gpus: int | None = None,
+        resources: Mapping[str, float] | None = None,
+        dashboard: bool = False,
+        temp_dir: Path | None = None,
+        object_store_memory: int = 512 * 1024**2,
+        extra_env: Mapping[str, str] | None = None,
+        auth: bool = True,
+        start_timeout_s: float = 60.0,
+        stop_timeout_s: float = 6.0,
+    ) -> None:
+        self._num_cpus = num_cpus
+        self._num_gpus = num_gpus
+        self._resources = dict(resources or {})
+        self._dashboard = dashboard
+        self._parent_dir = temp_dir
+        self._object_store_memory = object_store_memory
+        self._extra_env = dict(extra_env or {})
+        self._auth = auth
+        self._start_timeout_s = start_timeout_s
+        self._stop_timeout_s = stop_timeout_s
+        self._id = secrets.token_hex(8)
+        self._folder: Path | None = None
+        self._process: subprocess.Popen[bytes] | None = None
+        self.address = ""
+        """`ip:port` of the GCS: what ray.init takes."""
+        self.dashboard_url = ""
+        """`http://ip:port` of the dashboard and the job server; empty without `dashboard`."""
+        self.token = secrets.token_hex(16) if auth else ""
+        """What the dashboard asks for; empty without `auth`."""
+
+    def __enter__(self) -> Self:
+        try:
+            self._start()
+        except BaseException:
+            self.stop()
+            raise
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.stop()
+
+    @property
+    def pids(self) -> list[int]:
+        """Every living process of this cluster, the jobs and actors it hosts included."""
+        return sorted(process.pid for process in self._processes())
+
+    @property
+    def logs_dir(self) -> Path:
+        """Where Ray writes its logs while the cluster is up."""
+        assert self._folder is not None, "the cluster was not started"
+        return self._folder / "r" / "session_latest" / "logs"
+
+    def alive(self) -> bool:
+        """Whether the head runs."""
+        return self._process is not None and self._process.poll() is None
+
+    def env(self) -> dict[str, str]:
+        """Environment for a child that shall use this cluster and no other."""
+        assert self._folder is not None, "the cluster was not started"
+        env = {key: value for key, value in os.environ.items() if not key.startswith("RAY_")}
+        env |= {
+            MARKER: self._id,
+            "RAY_AUTH_MODE": "token" if self._auth else "disabled",
+            "RAY_AUTH_TOKEN_PATH": str(self._folder / "token"),
+            "RAY_USAGE_STATS_ENABLED": "0",
+            # setproctitle would otherwise overwrite the environment in which the marker is looked up.
+            "SPT_NOENV": "1",
+        }
+        if self.address:
+            env["RAY_ADDRESS"] = self.address
+        if self.dashboard_url:
+            env["RAY_API_SERVER_ADDRESS"] = self.dashboard_url
+        return env | self._extra_env
+
+    def log_tail(self, lines: int = _LOG_TAIL_LINES) -> str:
+        """The last lines the head itself wrote."""
+        if self._folder is None or not (self._folder / "head.log").exists():
+            return ""
+        return "\n".join((self._folder / "head.log").read_text(errors="replace").splitlines()[-lines:])
+
+    def save_logs(self, folder: Path) -> None:
+        """Copy Ray's logs into `folder`, which `stop` would remove with the rest."""
+        shutil.copytree(self.logs_dir, folder, dirs_exist_ok=True, ignore_dangling_symlinks=True)
+
+    def stop(self) -> None:
+        """End every process of the cluster and remove its folder. Idempotent; a Ctrl-C waits for it."""
+        with _signals_deferred():
+            processes = self._processes()
+            if self.alive():
+                assert self._process is not None
+                self._process.terminate()
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    self._process.wait(self._stop_timeout_s)
+            # The head's children die with it; jobs and actors notice a moment later. A head that still
+            # lives waits for one of them.
+            grace_s = 0.0 if self.alive() else CHILDREN_GRACE_S
+            _, left = psutil.wait_procs({*processes, *self._processes()}, timeout=grace_s)
+            for process in {*left, *self._processes()}:
+                with contextlib.suppress(psutil.NoSuchProcess):
+                    process.kill()
+            psutil.wait_procs(left, timeout=KILL_TIMEOUT_S)
+            if self._process is not None:
+                self._process.wait(KILL_TIMEOUT_S)
+            if self._folder is not None:
+                shutil.rmtree(self._folder, ignore_errors=True)
+                self._folder = None
+
+    def _start(self) -> None:
+        deadline = time.monotonic() + self._start_timeout_s
+        self._folder = _make_folder(self._parent_dir)
+        token_file = self._folder / "token"
+        if self._auth:
+            token_file.touch(mode=0o600)
+            token_file.write_text(self.token)
+        env = self.env() | {"DASHBOARD_METRIC_PORT": str(_free_port())}
+        with open(self._folder / "head.log", "wb") as head_log:
+            self._process = subprocess.Popen(
+                self._command(),
+                env=env,
+                stdin=subprocess.DEVNULL,
+                stdout=head_log,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+                preexec_fn=_die_with_parent(),
+            )
+        address_file = self._folder / "r" / "ray_current_cluster"
+        # ray start writes this file last, once GCS, raylet and dashboard have answered it.
+        self.address = self._wait_for("the head", deadline, lambda: _read(address_file))
+        self._wait_for("the GCS port", deadline, lambda: _connects(self.address))
+        if self._dashboard:
+            head_log_file = self._folder / "head.log"
+            self.dashboard_url = self._wait_for(
+                "the dashboard's address", deadline, lambda: _dashboard_url(head_log_file)
+            )
+            self._wait_for("the dashboard", deadline, lambda: _answers(self.dashboard_url, self.token))
+
+    def _command(self) -> list[str]:
+        assert self._folder is not None
+        command = [sys.executable, "-m", "ray.scripts.scripts", "start", "--head", "--block"]
+        options = {
+            "node-ip-address": _loopback(),
+            "port": 0,
+            "min-worker-port": 0,
+            "max-worker-port": 0,
+            "metrics-export-port": 0,
+            "dashboard-agent-listen-port": 0,
+            # The one port for which Ray refuses 0.
+            "ray-client-server-port": _free_port(),
+            "include-dashboard": str(self._dashboard).lower(),
+            "dashboard-host": "127.0.0.1",
+            "dashboard-port": 0,
+            "temp-dir": self._folder / "r",
+            "num-cpus": self._num_cpus,
+            "object-store-memory": self._object_store_memory,
+            "log-style": "record",
+            "log-color": "false",
+        }
+        if self._num_gpus is not None:
+            options["num-gpus"] = self._num_gpus
+        if self._resources:
+            options["resources"] = json.dumps(self._resources)
+        command += [f"--{name}={value}" for name, value in options.items()]
+        # --no-monitor: nothing scales on one machine, and the autoscaler's metrics port is fixed.
+        return [*command, "--disable-usage-stats", "--no-monitor"]
+
+    def _wait_for(self, what: str, deadline: float, ready: Callable[[], T]) -> T:
+        assert self._process is not None
+        while time.monotonic() < deadline:
+            if answer := ready():
+                return answer
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                code = self._process.wait(_TICK_S)
+                raise ClusterStartError(f"the Ray head ended with code {code} while starting; {self._why()}")
+        raise ClusterStartError(
+            f"{what} did not answer within {self._start_timeout_s:g} s; on a busy machine raise "
+            f"start_timeout_s; {self._why()}"
+        )
+
+    def _why(self) -> str:
+        return f"its log ends with:\n{self.log_tail() or '(nothing)'}"
+
+    def _processes(self) -> list[psutil.Process]:
+        own, found = psutil.Process(), {}
+        for process in psutil.process_iter():
+            with contextlib.suppress(psutil.Error):
+                if process.environ().get(MARKER) == self._id:
+                    found[process.pid] = process
+        if self.alive():
+            assert self._process is not None
+            with contextlib.suppress(psutil.NoSuchProcess):
+                head = psutil.Process(self._process.pid)
+                found |= {process.pid: process for process in (head, *head.children(recursive=True))}
+        found.pop(own.pid, None)
+        return list(found.values())
+
+
+def _make_folder(parent: Path | None) -> Path:
+    """A new folder that only this user can enter: Ray opens its own temp folder to everybody."""
+    if parent is None:
+        default = Path(tempfile.gettempdir())
+        parent = default if _room_for_sockets(default) >= 0 else Path("/tmp")
+    if (room := _room_for_sockets(parent)) < 0:
+        raise ClusterStartError(
+            f"temp_dir {parent} is {-room} bytes too long: Ray's sockets below it may have at most "
+            f"{SOCKET_PATH_LIMIT}; use a shorter one"
+        )
+    return Path(tempfile.mkdtemp(prefix="rp-", dir=parent))
+
+
+def _room_for_sockets(parent: Path) -> int:
+    return SOCKET_PATH_LIMIT - len(os.fsencode(parent / "rp-12345678")) - _SOCKET_TAIL
+
+
+def _loopback() -> str:
+    """An address only this machine reaches. Ray replaces 127.0.0.1 by an outer one, but not its neighbour."""
+    with socket.socket() as probe:
+        try:
+            probe.bind(("127.0.0.2", 0))
+        except OSError:
+            return "127.0.0.1"
+    return "127.0.0.2"
+
+
+def _free_port() -> int:
+    """A port nobody listens on, outside the range from which the system serves other sockets."""
+    for port in random.SystemRandom().sample(range(*_PORT_RANGE), 100):
+        with socket.socket() as probe:
+            try:
+                probe.bind(("", port))
+            except OSError:
+                continue
+        return port
+    raise ClusterStartError(f"none of 100 ports tried in {_PORT_RANGE} is free")
+
+
+def _read(path: Path) -> str:
+    return path.read_text().strip() if path.exists() else ""
+
+
+def _connects(address: str) -> bool:
+    host, port = address.rsplit(":", 1)
+    try:
+        with socket.create_connection((host, int(port)), timeout=2.0):
+            return True
+    except OSError:
+        return False
+
+
+def _dashboard_url(log_file: Path) -> str:
+    match = re.search(r"RAY_API_SERVER_ADDRESS='(http://[^']+)'", log_file.read_text(errors="replace"))
+    return match.group(1) if match else ""
+
+
+def _answers(url: str, token: str) -> bool:
+    request = urllib.request.Request(f"{url}/api/version", headers={"Authorization": f"Bearer {token}"})
+    # The user's proxy is not for loopback.
+    opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+    try:
+        with opener.open(request, timeout=2.0) as response:
+            return bool(response.status == 200)
+    except (urllib.error.URLError, OSError):
+        return False
+
+
+def _die_with_parent() -> Callable[[], None] | None:
+    """On Linux, have the child get SIGTERM when this process is killed and can no longer end it."""
+    # The signal follows the thread that forks, and only the main thread lives as long as the process.
+    if sys.platform != "linux" or threading.current_thread() is not threading.main_thread():
+        return None
+    libc, parent = ctypes.CDLL(None), os.getpid()
+    set_parent_death_signal = 1
+
+    def before_exec() -> None:
+        libc.prctl(set_parent_death_signal, signal.SIGTERM)
+        if os.getppid() != parent:
+            os._exit(1)
+
+    return before_exec
+
+
+@contextlib.contextmanager
+def _signals_deferred() -> Iterator[None]:
+    """Hold back Ctrl-C and SIGTERM while the block runs, and deliver the last of them after it."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    caught: list[int] = []
+
+    def note(number: int, _: FrameType | None) -> None:
+        caught.append(number)
+
+    before = {number: signal.signal(number, note) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+        if caught:
+            signal.raise_signal(caught[-1])

@@ -1,0 +1,324 @@
+"""Run a recipe on this machine: a private Ray head, the job on it, the job's log, and all of it gone again.
+
+    python -m jobs.run --config jobs/recipes/quickstart.yaml [--name NAME] [--runs-dir DIR] [key=value ...]
+
+What is submitted is what one would submit to any cluster (`ray job submit --working-dir . -- python -m
+jobs.train ...`), so nothing here knows about training. Owns the head it starts, and the job on it.
+
+Ctrl-C or SIGTERM stops the job as `ray job stop` does: its driver saves and reports while its log is still
+shown. A second one ends it at once. Exit code: the driver's; 130 or 143 after a stop; 2 when refused.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import logging
+import os
+import re
+import secrets
+import shlex
+import signal
+import sys
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import FrameType
+from typing import TYPE_CHECKING, Any
+
+from jobs.private_cluster import PrivateCluster
+from raypost.config import Config, load_config
+from raypost.errors import RaypostError, WaitTimeoutError
+
+if TYPE_CHECKING:
+    from ray.job_submission import JobDetails, JobSubmissionClient
+
+ROOT = Path(__file__).resolve().parent.parent
+EXIT_REFUSED = 2
+STOP_WAIT_S = 90
+"""Time a stopped driver has to save and to report before Ray kills it."""
+STOP_MARGIN_S = 15
+"""What Ray itself may take on top before it says that a stopped job has ended."""
+LOST_HEAD_TRIES = 5
+ENTRYPOINT_LINE = re.compile(r"Running entrypoint for job ")
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Validate, then run. Returns the exit code."""
+    args = _arguments(argv)
+    try:
+        config = _config(args)
+        resources = local_resources(config)
+        _check(config, resources)
+    except RaypostError as error:
+        print(f"refused: {error}", file=sys.stderr, flush=True)
+        return EXIT_REFUSED
+    _say(f"run {config.name}, written to {config.run_dir}")
+    train = [sys.executable, "-m", "jobs.train", "--config", str(args.config.resolve())]
+    named = ["--name", config.name, "--runs-dir", str(config.runs_dir)]
+    return run_on_private_cluster(
+        [*train, *named, *args.overrides],
+        working_dir=ROOT,
+        submission_id=config.name,
+        resources=resources,
+        logs_dir=config.run_dir,
+    )
+
+
+def run_on_private_cluster(
+    entrypoint: list[str],
+    *,
+    working_dir: Path,
+    submission_id: str,
+    resources: Mapping[str, float],
+    logs_dir: Path | None = None,
+    stop_wait_s: int = STOP_WAIT_S,
+) -> int:
+    """Run `entrypoint` as a job of a Ray head made for it, with its log on stdout. Returns the exit code.
+
+    `resources` are what the head offers, CPU among them. Where the job fails, Ray's logs are copied into
+    `logs_dir`, if the job made that folder. Call it from the main thread: it takes over Ctrl-C and SIGTERM.
+    """
+    custom = {name: amount for name, amount in resources.items() if name not in ("CPU", "GPU")}
+    with Interrupts() as interrupts:
+        try:
+            num_cpus = int(resources.get("CPU", 1))
+            with PrivateCluster(num_cpus=num_cpus, resources=custom, dashboard=True) as cluster:
+                _say(f"Ray dashboard at {cluster.dashboard_url}, token {cluster.token}")
+                job = _Job(cluster, entrypoint, working_dir, submission_id, stop_wait_s)
+                code = asyncio.run(job.run(interrupts))
+                if code not in (0, EXIT_REFUSED) and interrupts.number is None:
+                    _keep_logs(cluster, logs_dir)
+            return code
+        except RaypostError as error:
+            print(f"failed: {error}", file=sys.stderr, flush=True)
+            return 1
+        except KeyboardInterrupt:
+            return 128 + (interrupts.number or signal.SIGINT)
+
+
+class Interrupts:
+    """Counts SIGINT and SIGTERM while entered. Each raises KeyboardInterrupt, unless `watch`ed."""
+
+    def __init__(self) -> None:
+        self.number: int | None = None
+        """The last signal caught."""
+        self._notify: Callable[[], object] | None = None
+        self._before: dict[int, Any] = {}
+
+    def __enter__(self) -> Interrupts:
+        for number in (signal.SIGINT, signal.SIGTERM):
+            self._before[number] = signal.signal(number, self._caught)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+
+    @contextlib.contextmanager
+    def watch(self, notify: Callable[[], object]) -> Iterator[None]:
+        """Call `notify` at each signal instead of raising."""
+        self._notify = notify
+        try:
+            yield
+        finally:
+            self._notify = None
+
+    def _caught(self, number: int, _: FrameType | None) -> None:
+        self.number = number
+        if self._notify is None:
+            raise KeyboardInterrupt
+        self._notify()
+
+
+@dataclass
+class _Log:
+    """Writes a driver's log through, without what Ray puts before the driver's own first line."""
+
+    seen: int = 0
+    """Characters received."""
+    tail: deque[str] = field(default_factory=lambda: deque(maxlen=20))
+    _started: bool = False
+
+    def feed(self, text: str) -> None:
+        self.seen += len(text)
+        for line in text.splitlines(keepends=True):
+            if self._started:
+                sys.stdout.write(line)
+            elif ENTRYPOINT_LINE.match(line):
+                self._started = True
+                self.tail.clear()
+                continue
+            if line.strip():
+                self.tail.append(line.rstrip())
+        sys.stdout.flush()
+
+
+class _Job:
+    def __init__(
+        self,
+        cluster: PrivateCluster,
+        entrypoint: list[str],
+        working_dir: Path,
+        submission_id: str,
+        stop_wait_s: int,
+    ) -> None:
+        self._cluster = cluster
+        self._entrypoint = entrypoint
+        self._working_dir = working_dir
+        self._id = submission_id
+        self._stop_wait_s = stop_wait_s
+        self._log = _Log()
+
+    async def run(self, interrupts: Interrupts) -> int:
+        """Submit, follow, and stop at a signal. The exit code; a second signal is a KeyboardInterrupt."""
+        loop = asyncio.get_running_loop()
+        signals: asyncio.Queue[None] = asyncio.Queue()
+        with interrupts.watch(lambda: loop.call_soon_threadsafe(signals.put_nowait, None)):
+            client = self._client()
+            await asyncio.to_thread(self._submit, client)
+            follow = asyncio.create_task(self._follow(client), name="follow the job's log")
+            stop = asyncio.create_task(signals.get(), name="wait for a signal")
+            await asyncio.wait({follow, stop}, return_when=asyncio.FIRST_COMPLETED)
+            if not follow.done():
+                await self._stop(client, follow, signals)
+            stop.cancel()
+            return self._exit_code(await follow, interrupts)
+
+    async def _stop(
+        self, client: JobSubmissionClient, follow: asyncio.Task[JobDetails], signals: asyncio.Queue[None]
+    ) -> None:
+        _say(f"stopping: the job has {self._stop_wait_s} s to save and report; Ctrl-C again ends it at once")
+        await asyncio.to_thread(client.stop_job, self._id)
+        again = asyncio.create_task(signals.get(), name="wait for a second signal")
+        limit_s = self._stop_wait_s + STOP_MARGIN_S
+        await asyncio.wait({follow, again}, timeout=limit_s, return_when=asyncio.FIRST_COMPLETED)
+        again.cancel()
+        if not follow.done():
+            follow.cancel()
+            if again.done() and not again.cancelled():
+                raise KeyboardInterrupt
+            raise WaitTimeoutError(f"job {self._id} did not stop within {limit_s} s; its cluster is ended")
+
+    def _client(self) -> JobSubmissionClient:
+        from ray.job_submission import JobSubmissionClient
+
+        logging.getLogger("ray").setLevel(logging.WARNING)
+        headers = {"Authorization": f"Bearer {self._cluster.token}"}
+        # A proxy cannot reach loopback.
+        for name in ("NO_PROXY", "no_proxy"):
+            os.environ[name] = ",".join(filter(None, [os.environ.get(name), "127.0.0.1"]))
+        with _without_environ("RAY_ADDRESS", "RAY_API_SERVER_ADDRESS"):
+            return JobSubmissionClient(self._cluster.dashboard_url, headers=headers)
+
+    def _submit(self, client: JobSubmissionClient) -> None:
+        client.submit_job(
+            # exec: the signal of a stop then reaches the driver alone, not a shell around it.
+            entrypoint=f"exec {shlex.join(self._entrypoint)}",
+            submission_id=self._id,
+            runtime_env={
+                "working_dir": str(self._working_dir),
+                "env_vars": {"RAY_JOB_STOP_WAIT_TIME_S": str(self._stop_wait_s)},
+            },
+        )
+
+    async def _follow(self, client: JobSubmissionClient) -> JobDetails:
+        """Show the log until the job has ended, across lost connections."""
+        import aiohttp
+
+        failures = 0
+        while True:
+            try:
+                skip = self._log.seen
+                async for text in client.tail_job_logs(self._id):
+                    self._log.feed(text[skip:])
+                    skip = max(0, skip - len(text))
+                details = await asyncio.to_thread(client.get_job_info, self._id)
+                if details.status.is_terminal():
+                    return details
+            except (RuntimeError, OSError, aiohttp.ClientError) as error:
+                failures += 1
+                if failures >= LOST_HEAD_TRIES or not self._cluster.alive():
+                    tail = self._cluster.log_tail()
+                    raise RaypostError(f"lost the Ray head: {error}; its log ends with:\n{tail}") from error
+            await asyncio.sleep(0.5)
+
+    def _exit_code(self, details: JobDetails, interrupts: Interrupts) -> int:
+        from ray.job_submission import JobStatus
+
+        if details.status == JobStatus.SUCCEEDED:
+            return 0
+        if details.status == JobStatus.STOPPED:
+            _say("stopped")
+            return 128 + (interrupts.number or signal.SIGTERM)
+        code = details.driver_exit_code or 1
+        cause = self._log.tail[-1] if self._log.tail else (details.message or "no message").strip()
+        print(f"failed (exit code {code}): {cause}", file=sys.stderr, flush=True)
+        return code
+
+
+def local_resources(config: Config) -> dict[str, float]:
+    """What a head on this machine offers: its cores, and as much of each custom resource as is asked for."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    offered: dict[str, float] = {"CPU": cores}
+    for role in (config.rollout, config.train):
+        for name, amount in role.resources.items():
+            offered[name] = offered.get(name, 0) + amount * role.num_workers
+    return offered
+
+
+def _config(args: argparse.Namespace) -> Config:
+    overrides = [*args.overrides, f"runs_dir={args.runs_dir.resolve()}"]
+    if args.name:
+        return load_config(args.config, [*overrides, f"name={args.name}"])
+    config = load_config(args.config, overrides)
+    base = config.name if "name" in config.model_fields_set else args.config.stem
+    stamp = f"{time.strftime('%Y%m%d-%H%M%S')}-{secrets.token_hex(2)}"
+    return load_config(args.config, [*overrides, f"name={base}-{stamp}"])
+
+
+def _check(config: Config, resources: dict[str, float]) -> None:
+    from raypost import plan
+
+    # How many GPUs there are is Ray's to find out; the job checks again, on the cluster itself.
+    on_cpu = config.device == "cpu"
+    plan.check(config, cluster=plan.ClusterResources([resources]) if on_cpu else None)
+
+
+def _keep_logs(cluster: PrivateCluster, folder: Path | None) -> None:
+    if folder is None or not folder.is_dir():
+        return
+    cluster.save_logs(folder / "ray_logs")
+    print(f"logs of every actor: {folder / 'ray_logs'}", file=sys.stderr, flush=True)
+
+
+@contextlib.contextmanager
+def _without_environ(*names: str) -> Iterator[None]:
+    """Hide variables that Ray obeys before any argument."""
+    before = {name: os.environ.pop(name) for name in names if name in os.environ}
+    try:
+        yield
+    finally:
+        os.environ.update(before)
+
+
+def _say(text: str) -> None:
+    print(f"raypost: {text}", flush=True)
+
+
+def _arguments(argv: list[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--config", type=Path, required=True, help="e.g. jobs/recipes/quickstart.yaml")
+    parser.add_argument("--name", help="name of the run folder; made from the recipe and the time otherwise")
+    parser.add_argument("--runs-dir", type=Path, default=Path("runs"), help="folder of all runs")
+    parser.add_argument("overrides", nargs="*", metavar="key=value", help="e.g. train.num_steps=10")
+    return parser.parse_intermixed_args(argv)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

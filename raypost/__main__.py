@@ -1,0 +1,5 @@
+"""`python -m raypost`, where the package's scripts are not installed."""
+
+from raypost.cli import app
+
+app()

@@ -1,0 +1,188 @@
+"""What refuses a configuration because of its model, its data or its run folder.
+
+Each function returns all problems it finds, each with the value, the bound and the fix; none raises, writes
+or starts anything, and none takes longer than about a second.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import time
+from collections.abc import Callable
+from difflib import get_close_matches
+from pathlib import Path
+from typing import Any
+
+from raypost.config import Config, TaskConfig, load_config
+from raypost.datasets import build_source, held_out, render
+from raypost.errors import ConfigError
+from raypost.models import check_model
+from raypost.tokenizer import Tokenizer
+
+CONFIG_FILE = "config.yaml"
+"""The resolved configuration in a run folder; it tells which run the folder holds."""
+
+MAX_PROMPTS = 64
+PROMPT_CHECK_S = 0.3
+"""How many prompts of a task are looked at before a run starts, and for how long at most."""
+
+
+def identity(config: Config) -> dict[str, Any]:
+    """What makes a run this run: its configuration as plain data, without where its files lie."""
+    return config.model_dump(mode="json", exclude={"name": True, "runs_dir": True, "model": {"cache_dir"}})
+
+
+def _problem(action: Callable[[], object]) -> list[str]:
+    """What a check raised as ConfigError, as a list."""
+    try:
+        action()
+    except ConfigError as error:
+        return [str(error)]
+    return []
+
+
+def model_problems(config: Config) -> list[str]:
+    """A model that is missing, that the run does not fit, or whose tokenizer cannot end a response."""
+    problems = _problem(lambda: check_model(config.model))
+    folder = Path(config.model.name).expanduser()
+    if config.rollout.tensor_parallel_size > 1 and config.device == "cpu":
+        problems.append(
+            f"rollout.tensor_parallel_size is {config.rollout.tensor_parallel_size}, but device is cpu, "
+            "where an engine is one process: use 1"
+        )
+    if problems or not folder.is_dir():
+        return problems
+    problems += _fit_problems(config, json.loads((folder / "config.json").read_text()))
+    try:
+        tokenizer = Tokenizer.load(folder)
+    except ConfigError as error:
+        return [*problems, str(error)]
+    for task in config.tasks:
+        if task.chat:
+            problems += _problem(lambda: tokenizer.chat([{"role": "user", "content": "?"}]))
+    return problems
+
+
+def _fit_problems(config: Config, model: dict[str, Any]) -> list[str]:
+    """Sizes of the model that the run does not fit."""
+    problems = []
+    positions, heads = model.get("max_position_embeddings"), model.get("num_attention_heads")
+    ranks = config.rollout.tensor_parallel_size
+    if positions is not None and positions < config.max_model_len:
+        problems.append(
+            f"max_prompt_tokens + max_tokens is {config.max_model_len}, but model {config.model.name} has "
+            f"{positions} positions (max_position_embeddings): lower max_tokens"
+        )
+    if heads is not None and heads % ranks:
+        problems.append(
+            f"rollout.tensor_parallel_size is {ranks}, but model {config.model.name} has {heads} attention "
+            f"heads: use a divisor of {heads}"
+        )
+    return problems
+
+
+def source_problems(config: Config) -> list[str]:
+    """Sources that do not exist, are empty or malformed, or whose prompts are longer than allowed."""
+    tokenizer = _local_tokenizer(config)
+    problems = []
+    for task in config.tasks:
+        try:
+            problems += _unknown_gym_names(task) or _prompt_problems(task, config, tokenizer)
+        except ConfigError as error:
+            problems.append(str(error))
+        except UnicodeDecodeError as error:
+            problems.append(f"task {task.name!r}: {task.source.dataset} is no UTF-8 text: {error}")
+    return problems
+
+
+def _unknown_gym_names(task: TaskConfig) -> list[str]:
+    """A dataset, or a parameter of it, that reasoning-gym does not have, with what it has instead."""
+    source = task.source
+    if source.kind != "reasoning_gym":
+        return []
+    # Imported here: it takes a second, which only those who name one of its datasets should pay.
+    from reasoning_gym.factory import DATASETS
+
+    if source.dataset not in DATASETS:
+        near = get_close_matches(source.dataset, DATASETS, n=3)
+        fix = f"did you mean {' or '.join(near)}?" if near else "its names are in its gallery"
+        return [f"task {task.name!r}: reasoning-gym has no dataset {source.dataset!r}: {fix}"]
+    fields = dataclasses.fields(DATASETS[source.dataset][1])
+    known = [field.name for field in fields if field.name not in ("seed", "size")]
+    unknown = [name for name in source.params if name not in known]
+    if unknown:
+        return [
+            f"task {task.name!r}: reasoning-gym's {source.dataset} has no parameter {', '.join(unknown)}: "
+            f"it has {', '.join(known)}"
+        ]
+    return []
+
+
+def _prompt_problems(task: TaskConfig, config: Config, tokenizer: Tokenizer | None) -> list[str]:
+    """Whether the source gives prompts, held-out ones too, and whether the first of them fit."""
+    source = build_source(task, config.seed)
+    if config.eval.num_prompts and task.source.kind == "jsonl":
+        held_out(task, config.seed, num_prompts=1)
+    if tokenizer is None:
+        return []
+    deadline = time.monotonic() + PROMPT_CHECK_S
+    longest = 0
+    for index in range(min(len(source), MAX_PROMPTS)):
+        longest = max(longest, len(render(source.sample(index), tokenizer, task)))
+        if time.monotonic() > deadline:
+            break
+    if longest <= task.max_prompt_tokens:
+        return []
+    return [
+        f"task {task.name!r}: a prompt of {task.source.dataset} has {longest} tokens, max_prompt_tokens is "
+        f"{task.max_prompt_tokens}: raise it, or ask the source for shorter problems"
+    ]
+
+
+def _local_tokenizer(config: Config) -> Tokenizer | None:
+    """The model's tokenizer where it is on this machine and whole; what is wrong with it is said elsewhere."""
+    try:
+        return Tokenizer.load(Path(config.model.name).expanduser())
+    except ConfigError:
+        return None
+
+
+def run_dir_problems(config: Config) -> list[str]:
+    """Whether the run's files can be written where they should, over nothing but this run's own."""
+    run_dir = config.run_dir
+    existing = next(folder for folder in (run_dir, *run_dir.parents) if folder.exists())
+    if not existing.is_dir():
+        return [
+            f"run folder {run_dir} cannot be made: {existing} is a file; choose another runs_dir= or name="
+        ]
+    if not os.access(existing, os.W_OK | os.X_OK):
+        return [
+            f"run folder {run_dir} cannot be written: no permission in {existing}; choose another runs_dir="
+        ]
+    file = run_dir / CONFIG_FILE
+    fix = f"choose another name=, or delete {run_dir}"
+    if file.exists():
+        try:
+            other = identity(load_config(file))
+        except ConfigError as error:
+            return [f"run folder {run_dir} holds a run whose {CONFIG_FILE} cannot be read ({error}): {fix}"]
+        different = _differences(other, identity(config))
+        if different:
+            return [f"run folder {run_dir} holds another run ({'; '.join(different[:4])}): {fix}"]
+    elif existing == run_dir and (others := sorted(path.name for path in run_dir.iterdir())):
+        return [f"run folder {run_dir} holds files of no run ({', '.join(others[:4])}): {fix}"]
+    return []
+
+
+def _differences(there: Any, here: Any, place: str = "") -> list[str]:
+    """Where two trees of plain data differ, as `place: value there, value here`."""
+    if isinstance(there, dict) and isinstance(here, dict):
+        keys = [*there, *(key for key in here if key not in there)]
+        pairs = [(f"{place}.{key}", there.get(key), here.get(key)) for key in keys]
+    elif isinstance(there, list) and isinstance(here, list) and len(there) == len(here):
+        pairs = [(f"{place}.{n}", a, b) for n, (a, b) in enumerate(zip(there, here, strict=True))]
+    else:
+        return [] if there == here else [f"{place.lstrip('.')}: {there!r} there, {here!r} here"]
+    return [line for where, a, b in pairs for line in _differences(a, b, where)]

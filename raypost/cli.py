@@ -1,0 +1,296 @@
+"""The command line: `raypost plan | submit | status | report`. Thin: it parses, calls and prints.
+
+What is refused is one message on stderr and exit code 2, never a traceback. Nothing here needs Ray: `submit`
+runs `ray job submit` as a process of its own.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from collections import deque
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Annotated, Any
+from urllib.parse import urlsplit
+
+import typer
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from raypost.config import Config, load_config
+from raypost.errors import ConfigError, RaypostError
+from raypost.resources import ClusterResources
+
+app = typer.Typer(no_args_is_help=True, pretty_exceptions_enable=False, add_completion=False)
+
+EXIT_REFUSED = 2
+LOOPBACK = ("127.0.0.1", "localhost", "::1")
+SECRET = re.compile(r"token|secret|passw|credential|api_?key|access_?key|private_?key", re.IGNORECASE)
+"""Names of environment variables that look like secrets."""
+STOP_WAIT_S = 120
+"""Time a job has, after `ray job stop`, to save and to report before Ray kills it."""
+
+STEP_FIGURES = (
+    "reward_mean",
+    "loss",
+    "held_out",
+    "staleness_max",
+    "buffer_groups",
+    "expired_groups",
+    "sync_s",
+)
+REPORT_FIGURES = (
+    *("status", "error", "wall_s", "eval_before", "eval_after", "staleness_max", "sync_s_median"),
+    *("trainer_idle_fraction", "rollout_idle_fraction", "logprob_mismatch_max", "problems"),
+)
+"""What `status` shows of the last step, and of the report."""
+
+ConfigOption = Annotated[
+    Path, typer.Option("--config", help="YAML file, such as jobs/recipes/quickstart.yaml")
+]
+Overrides = Annotated[list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", show_default=False)]
+RunDir = Annotated[Path, typer.Argument(help="folder of a run, such as runs/quickstart")]
+
+
+@app.callback()
+def raypost() -> None:
+    """Reinforcement learning of language models on Ray."""
+
+
+@app.command()
+def plan(
+    config: ConfigOption,
+    overrides: Overrides = None,
+    cluster: Annotated[
+        str,
+        typer.Option(
+            help="what to plan for: `local` (this machine), `none`, a cluster.yaml (its largest size), "
+            "or the dashboard of a running cluster, http://host:8265"
+        ),
+    ] = "local",
+    node: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="""one node of the cluster to plan for, such as '{"CPU": 8, "GPU": 4}'; repeatable"""
+        ),
+    ] = None,
+) -> None:
+    """Show what a configuration means: placement, staleness bound, batch arithmetic. Starts nothing."""
+    with _refusals():
+        resolved = load_config(config, overrides)
+        _show_plan(resolved, _cluster_resources(cluster, node or []))
+
+
+@app.command()
+def submit(
+    config: ConfigOption,
+    address: Annotated[str, typer.Option(help="dashboard of the cluster, http://host:8265")],
+    overrides: Overrides = None,
+    submission_id: Annotated[
+        str | None, typer.Option(help="name of the job; Ray makes one if absent")
+    ] = None,
+    env: Annotated[
+        list[str] | None, typer.Option(metavar="NAME=VALUE", help="environment of the job; repeatable")
+    ] = None,
+    no_wait: Annotated[bool, typer.Option("--no-wait", help="do not follow the job's log")] = False,
+) -> None:
+    """Submit the main job to a running cluster, with this folder as its working directory."""
+    with _refusals():
+        command = _submit_command(config, address, overrides or [], submission_id, env or [], no_wait)
+    print("running:", " ".join(command[2:]), flush=True)
+    try:
+        code = subprocess.run(command, check=False).returncode
+    except KeyboardInterrupt:
+        print(
+            f"no longer following; the job goes on until: ray job stop --address {address} ID",
+            file=sys.stderr,
+        )
+        code = 130
+    raise typer.Exit(code)
+
+
+@app.command()
+def status(run_dir: RunDir) -> None:
+    """Show where a run stands: its last step, and its report once there is one."""
+    with _refusals():
+        figures = _status(run_dir)
+    table = Table(title=str(run_dir), show_header=False, title_justify="left")
+    for name, value in figures.items():
+        table.add_row(name, escape(_text(value)))
+    _console().print(table)
+
+
+@app.command()
+def report(run_dir: RunDir) -> None:
+    """Make report.json and report.html again from what the run wrote."""
+    with _refusals():
+        from raypost.report import rebuild
+
+        _require_run(run_dir)
+        figures = rebuild(run_dir)
+    print(f"{figures['status']}, {figures['steps']} steps: {run_dir / 'report.html'}")
+
+
+@contextmanager
+def _refusals() -> Iterator[None]:
+    """Errors raised on purpose become one message and exit code 2."""
+    try:
+        yield
+    except RaypostError as error:
+        print(f"refused: {error}", file=sys.stderr, flush=True)
+        raise typer.Exit(EXIT_REFUSED) from None
+
+
+def _console() -> Console:
+    return Console() if sys.stdout.isatty() else Console(width=130)
+
+
+def _text(value: Any) -> str:
+    return f"{value:.4g}" if isinstance(value, float) else str(value)
+
+
+def _cluster_resources(cluster: str, nodes: list[str]) -> ClusterResources | None:
+    if nodes:
+        return ClusterResources([_node(text) for text in nodes])
+    if cluster == "none":
+        return None
+    if cluster == "local":
+        return ClusterResources.of_this_machine()
+    if cluster.startswith(("http://", "https://")):
+        return ClusterResources.of_dashboard(cluster, _token())
+    return ClusterResources.of_cluster_file(Path(cluster))
+
+
+def _token() -> str | None:
+    """What Ray's own tools send, where Ray's variables name it."""
+    path = os.environ.get("RAY_AUTH_TOKEN_PATH")
+    token = os.environ.get("RAY_AUTH_TOKEN")
+    return token or (Path(path).read_text().strip() if path and Path(path).is_file() else None)
+
+
+def _node(text: str) -> dict[str, float]:
+    try:
+        node = {str(name): float(amount) for name, amount in json.loads(text).items()}
+    except (ValueError, AttributeError, TypeError) as error:
+        raise ConfigError(
+            f"""--node {text!r} must be JSON such as '{{"CPU": 8, "GPU": 4}}': {error}"""
+        ) from None
+    return node
+
+
+def _show_plan(config: Config, cluster: ClusterResources | None) -> None:
+    # Imported here: it loads tokenizers and templates, which `status` and `--help` do without.
+    from raypost.plan import check
+
+    found = check(config, cluster=cluster)
+    console = _console()
+    state = "continues the run that is there" if found.resumes else "new run"
+    console.print(
+        f"[bold]{config.name}[/bold]: {escape(str(found.run_dir))} ({state}), fingerprint {found.fingerprint}"
+    )
+    table = Table("role", "actors", "count", "each reserves", "node", title="Placement", title_justify="left")
+    for row in found.placement:
+        table.add_row(row.role, row.actors, str(row.count), row.resources, row.nodes)
+    console.print(table)
+    table = Table(
+        "task", "strategy", "expired from", "meaning", title="Staleness bound", title_justify="left"
+    )
+    for bound in found.staleness:
+        table.add_row(bound.task, bound.strategy, f"{bound.threshold} step(s)", escape(bound.meaning))
+    console.print(table)
+    table = Table(title="Batch arithmetic", show_header=False, title_justify="left")
+    for name, value in found.batch:
+        table.add_row(name, escape(value))
+    console.print(table)
+    console.print(f"Transport of weights: {found.transport}", highlight=False)
+    for warning in found.warnings:
+        console.print(f"[yellow]warning:[/yellow] {escape(warning)}", highlight=False)
+
+
+def _submit_command(
+    config: Path, address: str, overrides: list[str], submission_id: str | None, env: list[str], no_wait: bool
+) -> list[str]:
+    """`ray job submit ...` for this configuration. Raises ConfigError for what cannot work."""
+    parts = urlsplit(address)
+    if parts.scheme not in ("http", "https") or not parts.hostname:
+        raise ConfigError(f"--address {address!r} must be the cluster's dashboard, such as http://host:8265")
+    if submission_id is not None and not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9_-]{0,63}", submission_id):
+        raise ConfigError(f"--submission-id {submission_id!r} must be 1 to 64 letters, digits, '_' or '-'")
+    root = Path.cwd()
+    if not (root / "jobs" / "train.py").is_file():
+        raise ConfigError(
+            f"{root} has no jobs/train.py: submit from the repository's root, which travels to the job"
+        )
+    if not config.resolve().is_relative_to(root):
+        raise ConfigError(
+            f"--config {config} lies outside {root}, which is what travels to the job: move it there"
+        )
+    resolved = load_config(config, overrides)
+    cluster = ClusterResources.of_dashboard(address, _token())
+    cluster = ClusterResources(cluster.nodes, elastic=True)  # it may have an autoscaler; the job checks again
+    if (
+        parts.hostname in LOOPBACK
+    ):  # elsewhere model, data and run folder are the cluster's, not this machine's
+        _show_plan(resolved, cluster)
+    # The job's own folder is removed with it: a relative run folder would be lost.
+    runs_dir = str(resolved.runs_dir.expanduser().absolute())
+    variables = {**_environment(env), "RAY_JOB_STOP_WAIT_TIME_S": str(STOP_WAIT_S)}
+    ray = [sys.executable, "-m", "ray.scripts.scripts", "job", "submit", "--address", address]
+    options = ["--working-dir", ".", "--runtime-env-json", json.dumps({"env_vars": variables})]
+    options += ["--submission-id", submission_id] if submission_id else []
+    options += ["--no-wait"] if no_wait else []
+    job = [
+        "python",
+        "-m",
+        "jobs.train",
+        "--config",
+        str(config.resolve().relative_to(root)),
+        "--runs-dir",
+        runs_dir,
+    ]
+    return [*ray, *options, "--", *job, *overrides]
+
+
+def _environment(pairs: list[str]) -> dict[str, str]:
+    """NAME=VALUE pairs as a mapping. Raises ConfigError for one that looks like a secret."""
+    variables = {}
+    for pair in pairs:
+        name, equals, value = pair.partition("=")
+        if not equals or not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", name):
+            raise ConfigError(f"--env {name!r} must read NAME=VALUE")
+        if SECRET.search(name):
+            raise ConfigError(
+                f"--env {name} looks like a secret, and Ray shows a job's environment in its dashboard and "
+                "logs: put it into a file or the environment of the nodes instead"
+            )
+        variables[name] = value
+    return variables
+
+
+def _require_run(run_dir: Path) -> None:
+    if not (run_dir / "config.yaml").is_file():
+        raise ConfigError(f"{run_dir} holds no run (no config.yaml): give the folder that a run wrote")
+
+
+def _status(run_dir: Path) -> dict[str, Any]:
+    """The figures of a run, by name."""
+    from raypost.report import files
+
+    _require_run(run_dir)
+    num_steps = load_config(run_dir / files.CONFIG).train.num_steps
+    last = next(iter(deque(files.read_lines(run_dir / files.METRICS), maxlen=1)), {})
+    figures: dict[str, Any] = {"step": f"{last.get('step', 0)} of {num_steps}"}
+    figures |= {name: last[name] for name in STEP_FIGURES if last.get(name) is not None}
+    made = run_dir / files.REPORT_JSON
+    if not made.exists():
+        return {"status": "running, or ended without a report", **figures}
+    written = json.loads(made.read_text())
+    figures |= {name: written[name] for name in REPORT_FIGURES if written.get(name) is not None}
+    figures |= {f"groups {name}": count for name, count in written.get("groups", {}).items()}
+    return {"report": run_dir / files.REPORT_HTML, **figures}

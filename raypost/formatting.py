@@ -1,0 +1,60 @@
+"""How numbers, times and sizes are written for people, in the report and on the terminal alike."""
+
+from __future__ import annotations
+
+import math
+
+MISSING = "–"
+
+
+def number(value: float | None, digits: int = 3) -> str:
+    """`digits` significant digits, without an exponent where it can be helped; a dash for None."""
+    if value is None or not math.isfinite(value):
+        return MISSING
+    if value == 0:
+        return "0"
+    if 1e-3 <= abs(value) < 1e5:
+        decimals = max(0, digits - 1 - math.floor(math.log10(abs(value))))
+        return f"{value:,.{decimals}f}"
+    return f"{value:.{digits - 2}e}"
+
+
+def seconds(value: float | None) -> str:
+    """45 ms, 0.71 s, 12.3 s, 3 min 12 s, 2 h 05 min."""
+    if value is None or not math.isfinite(value):
+        return MISSING
+    if value < 0.0995:
+        return f"{value * 1000:.0f} ms"
+    if value < 9.95:
+        return f"{value:.2f} s"
+    if value < 99.5:
+        return f"{value:.1f} s"
+    whole = round(value)
+    if whole < 3600:
+        return f"{whole // 60} min {whole % 60:02d} s"
+    return f"{whole // 3600} h {whole % 3600 // 60:02d} min"
+
+
+def percent(fraction: float | None) -> str:
+    """34 %, or 0.4 % below one."""
+    if fraction is None or not math.isfinite(fraction):
+        return MISSING
+    value = 100 * fraction
+    return f"{value:.0f} %" if value >= 1 or value <= 0 else f"{value:.1f} %"
+
+
+def size(nbytes: float | None) -> str:
+    """Bytes as MB or GB, powers of ten."""
+    if nbytes is None:
+        return MISSING
+    return f"{nbytes / 1e9:.2f} GB" if nbytes >= 1e9 else f"{nbytes / 1e6:.0f} MB"
+
+
+def change(before: float | None, after: float | None) -> str:
+    """+0.56, or nothing unless both are known."""
+    return "" if before is None or after is None else f"{after - before:+.2f}"
+
+
+def score(value: float | None) -> str:
+    """Two decimals."""
+    return MISSING if value is None else f"{value:.2f}"

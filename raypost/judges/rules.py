@@ -1,0 +1,78 @@
+"""Judges that compute a score by rule: reasoning-gym's own scorers, or equality with the answer.
+
+Owns extracting the answer from a response. Imports no torch.
+
+Invariants: a response without an answer is wrong and scores 0; a scorer that fails raises JudgeError and
+never becomes a score.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable
+from typing import Any
+
+from raypost.config import JudgeConfig, TaskConfig
+from raypost.datasets import gym_dataset
+from raypost.errors import ConfigError, JudgeError
+from raypost.types import RolloutState
+
+Scorer = Callable[[str, dict[str, Any]], float]
+"""(answer, the prompt's metadata) -> score, 1 for a right answer."""
+
+
+class RuleJudge:
+    """Extracts each response's answer and scores it."""
+
+    def __init__(self, scorer: Scorer, answer_pattern: str | None = None) -> None:
+        self._scorer = scorer
+        self._pattern = None if answer_pattern is None else re.compile(answer_pattern)
+
+    async def judge(self, states: list[RolloutState]) -> list[float]:
+        """One score per state. Raises JudgeError naming the group whose scoring failed."""
+        return [self._score(state) for state in states]
+
+    def _score(self, state: RolloutState) -> float:
+        answer = extract_answer(state.response_text, self._pattern)
+        if not answer:
+            return 0.0
+        try:
+            score = float(self._scorer(answer, state.metadata))
+        except Exception as error:  # a scorer is foreign code: whatever it raises, this group has no reward
+            raise JudgeError(
+                f"task {state.task!r}, group {state.group_id}, sample {state.sample_index}: the scorer failed on "
+                f"answer {answer!r:.80}: {type(error).__name__}: {error}"
+            ) from error
+        if not math.isfinite(score):
+            raise JudgeError(
+                f"task {state.task!r}, group {state.group_id}, sample {state.sample_index}: the scorer gave {score} "
+                f"for answer {answer!r:.80}; a score must be finite"
+            )
+        return score
+
+
+def extract_answer(response: str, pattern: re.Pattern[str] | None) -> str | None:
+    """First group of the pattern's last match, or the whole response without a pattern; None if no match."""
+    if pattern is None:
+        return response.strip()
+    matches = list(pattern.finditer(response))
+    return (matches[-1].group(1) or "").strip() if matches else None
+
+
+def build_judge(task: TaskConfig) -> RuleJudge:
+    """The judge of `task`. Raises ConfigError if its kind does not fit the task's source."""
+    judge: JudgeConfig = task.judge
+    if judge.kind == "exact":
+        return RuleJudge(_exact, judge.answer_pattern)
+    if task.source.kind != "reasoning_gym":
+        raise ConfigError(
+            f"task {task.name!r}: judge.kind is 'reasoning_gym' but its source is {task.source.kind!r}, which "
+            "has no scorer: use judge.kind 'exact'"
+        )
+    dataset = gym_dataset(task.source, seed=0, part=0)
+    return RuleJudge(lambda answer, metadata: dataset.score_answer(answer, metadata["entry"]), judge.answer_pattern)
+
+
+def _exact(answer: str, metadata: dict[str, Any]) -> float:
+    return float(answer == str(metadata["answer"]).strip())

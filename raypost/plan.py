@@ -1,0 +1,260 @@
+"""What a configuration means before anything starts: its placement, its bounds, and why it cannot work.
+
+Owns the arithmetic and the warnings; what refuses a configuration is in config.py (the file alone decides),
+checks.py (model, data, run folder) and resources.py (cluster). Both `raypost plan` and every job call
+`check`. Nothing is written and nothing started.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+from dataclasses import dataclass
+from pathlib import Path
+
+from raypost.checks import CONFIG_FILE, identity, model_problems, run_dir_problems, source_problems
+from raypost.config import Config, StrategyConfig, TaskConfig
+from raypost.errors import ClusterError, ConfigError
+from raypost.progress import allocate
+from raypost.protocols import TaskLimits
+from raypost.resources import Bundle, ClusterResources, bundles, describe, name_problems, place, shortages
+from raypost.staleness import stale_threshold
+
+__all__ = ["Bundle", "ClusterResources", "Plan", "bundles", "check", "fingerprint", "task_limits"]
+
+
+@dataclass(slots=True, kw_only=True, frozen=True)
+class Placement:
+    """One line of the placement: actors of one role, what each reserves, and where they would land."""
+
+    role: str
+    actors: str
+    count: int
+    resources: str
+    nodes: str
+
+
+@dataclass(slots=True, kw_only=True, frozen=True)
+class Bound:
+    """How old one task's data may be: expired, and never trained, from `threshold` train steps on."""
+
+    task: str
+    strategy: str
+    threshold: int
+    meaning: str
+
+
+@dataclass(slots=True, kw_only=True, frozen=True)
+class Plan:
+    """A configuration that can work, and what it amounts to."""
+
+    run_dir: Path
+    resumes: bool
+    """The run folder holds this very run already: it continues."""
+    fingerprint: str
+    placement: tuple[Placement, ...]
+    staleness: tuple[Bound, ...]
+    batch: tuple[tuple[str, str], ...]
+    """(quantity, value) of the batch arithmetic."""
+    transport: str
+    warnings: tuple[str, ...]
+
+
+def check(config: Config, *, cluster: ClusterResources | None = None) -> Plan:
+    """The plan of `config`, on `cluster` if given.
+
+    Raises ConfigError listing all problems at once; ClusterError if the cluster's resources are the only one.
+    """
+    problems = [*name_problems(config), *model_problems(config), *source_problems(config)]
+    problems += run_dir_problems(config)
+    lacking = shortages(config, cluster) if cluster else []
+    if cluster and not cluster.elastic:
+        problems += lacking
+    if problems:
+        error = ClusterError if problems == lacking else ConfigError
+        raise error("\n  ".join([f"{len(problems)} problem(s)", *problems]))
+    homes = place(bundles(config), cluster) if cluster else {}
+    return Plan(
+        run_dir=config.run_dir,
+        resumes=(config.run_dir / CONFIG_FILE).exists(),
+        fingerprint=fingerprint(config),
+        placement=tuple(_placement(config, homes)),
+        staleness=tuple(_bound(task, config) for task in config.tasks),
+        batch=tuple(_batch(config).items()),
+        transport=_transport(config),
+        warnings=tuple([*_warnings(config), *_cluster_warnings(config, cluster, lacking, homes)]),
+    )
+
+
+def fingerprint(config: Config) -> str:
+    """Identity of a run: equal for configurations that differ only in where its files lie."""
+    return hashlib.sha256(json.dumps(identity(config), sort_keys=True).encode()).hexdigest()[:16]
+
+
+def task_limits(config: Config) -> dict[str, TaskLimits]:
+    """How the replay buffer ages each task's groups."""
+    return {
+        task.name: TaskLimits(_threshold(task.strategy, config), retry=_retries(task.strategy))
+        for task in config.tasks
+    }
+
+
+def _threshold(strategy: StrategyConfig, config: Config) -> int:
+    max_staleness = strategy.max_staleness if strategy.kind == "async" else 0
+    return stale_threshold(max_staleness, config.sync.sync_weights_interval)
+
+
+def _retries(strategy: StrategyConfig) -> bool:
+    return strategy.kind == "async" and strategy.tail_batch_trigger_size >= 0
+
+
+def _placement(config: Config, homes: dict[str, str]) -> list[Placement]:
+    rows: dict[str, list[Bundle]] = {}
+    for bundle in bundles(config):
+        rows.setdefault(bundle.role, []).append(bundle)
+    return [
+        Placement(
+            role=role,
+            actors=members[0].name if len(members) == 1 else f"{members[0].name} .. {members[-1].name}",
+            count=len(members),
+            resources=describe(members[0].resources),
+            nodes=", ".join(dict.fromkeys(homes[m.name] for m in members if m.name in homes)) or "any",
+        )
+        for role, members in rows.items()
+    ]
+
+
+def _bound(task: TaskConfig, config: Config) -> Bound:
+    threshold, interval = _threshold(task.strategy, config), config.sync.sync_weights_interval
+    periods = (
+        f"(max_staleness {threshold // interval - 1} + 1) x sync_weights_interval {interval} = {threshold}"
+    )
+    oldest = (
+        "every token is on-policy" if threshold == 1 else f"trained data is at most {threshold - 1} steps old"
+    )
+    expired = "generated again" if _retries(task.strategy) else "dropped"
+    return Bound(
+        task=task.name,
+        strategy=task.strategy.kind,
+        threshold=threshold,
+        meaning=f"{periods}: staleness <= {threshold - 1}, so {oldest}; what gets older is {expired}",
+    )
+
+
+def _started_at_once(task: TaskConfig, groups: int) -> int:
+    """Groups of a task in flight at once, at most: its share of a batch and what is sampled beyond it."""
+    ahead = task.strategy.over_sample_threshold if task.strategy.kind == "async" else 0.0
+    return groups + math.ceil(ahead * groups)
+
+
+def _requests(config: Config) -> int:
+    """Trajectories in flight at once, at most."""
+    shares = _shares(config)
+    return sum(_started_at_once(task, shares[task.name]) * task.group_size for task in config.tasks)
+
+
+def _shares(config: Config) -> dict[str, int]:
+    return allocate(config.train.batch_size, {task.name: task.weight for task in config.tasks})
+
+
+def _batch(config: Config) -> dict[str, str]:
+    train, rollout, shares = config.train, config.rollout, _shares(config)
+    samples = sum(shares[task.name] * task.group_size for task in config.tasks)
+    tokens = sum(shares[task.name] * task.group_size * task.max_tokens for task in config.tasks)
+    threshold = max(_threshold(task.strategy, config) for task in config.tasks)
+    slots = rollout.num_workers * rollout.max_num_seqs
+    groups_a_minibatch = train.batch_size // train.num_minibatches
+    split = ", ".join(f"{shares[task.name]} of {task.name} x {task.group_size}" for task in config.tasks)
+    return {
+        "groups a train step": f"{train.batch_size} ({split})",
+        "trajectories a train step": f"{samples}, at most {tokens} response tokens",
+        "groups a rank": f"{train.batch_size // train.num_workers} on {train.num_workers} rank(s)",
+        "optimizer steps a train step": f"{train.num_minibatches} of {groups_a_minibatch} groups",
+        "trajectories in the whole run": f"{samples * train.num_steps} in {train.num_steps} steps",
+        "requests in flight": f"at most {_requests(config)}, for {slots} slots "
+        f"({rollout.num_workers} worker(s) x max_num_seqs {rollout.max_num_seqs})",
+        "groups produced ahead": f"at most {threshold * train.batch_size} ({threshold} batch(es))",
+    }
+
+
+def _transport(config: Config) -> str:
+    return (
+        f"object store: buckets of {config.train.bucket_mb} MiB, published once a version, read by "
+        f"{config.rollout.num_workers} worker(s), version and digest verified at every sync"
+    )
+
+
+def _warnings(config: Config) -> list[str]:
+    rollout, train, warnings = config.rollout, config.train, []
+    for task in config.tasks:
+        warnings += [
+            f"task {task.name!r}: {text}" for text in _strategy_warnings(task, _shares(config)[task.name])
+        ]
+    slots, requests = rollout.num_workers * rollout.max_num_seqs, _requests(config)
+    if requests < slots // 2:
+        warnings.append(
+            f"engines have {slots} slots, but at most {requests} requests are in flight: they idle"
+        )
+    if requests > 4 * slots:
+        warnings.append(f"up to {requests} requests wait for {slots} slots: raise rollout.max_num_seqs")
+    if train.importance_cap is None and any(_threshold(task.strategy, config) > 1 for task in config.tasks):
+        warnings.append(
+            "importance_cap is null although trained data may be stale: its mismatch stays uncorrected"
+        )
+    if config.device == "cuda" and config.model.dtype == "float32":
+        warnings.append(
+            "model.dtype is float32 on GPUs: bfloat16 takes half the memory and is several times faster"
+        )
+    return warnings
+
+
+def _strategy_warnings(task: TaskConfig, groups: int) -> list[str]:
+    strategy, warnings = task.strategy, []
+    if task.weight > 0 and groups == 0:
+        warnings.append("its weight is so small that no group of a batch is its own")
+    if strategy.kind == "sync":
+        unused = {
+            "max_staleness",
+            "over_sample_threshold",
+            "tail_batch_trigger_size",
+        } & strategy.model_fields_set
+        return [*warnings, *(f"strategy 'sync' does not use {name}" for name in sorted(unused))]
+    if strategy.max_staleness > 0 and not strategy.enable_partial_rollout:
+        warnings.append(
+            f"max_staleness is {strategy.max_staleness} without partial rollout: a sync throws away what is "
+            "half generated, and long responses suffer most; set enable_partial_rollout: true"
+        )
+    if strategy.over_sample_threshold > 1:
+        warnings.append(
+            f"over_sample_threshold {strategy.over_sample_threshold:g} starts "
+            f"{_started_at_once(task, groups)} groups for {groups}: the rest waits in the buffer and grows "
+            "stale; 0 to 1 is usual"
+        )
+    if strategy.tail_batch_trigger_size > groups:
+        warnings.append(
+            f"tail_batch_trigger_size {strategy.tail_batch_trigger_size} exceeds its {groups} groups a "
+            "batch: expired groups wait long before they are generated again"
+        )
+    return warnings
+
+
+def _cluster_warnings(
+    config: Config, cluster: ClusterResources | None, lacking: list[str], homes: dict[str, str]
+) -> list[str]:
+    if cluster is None:
+        return ["no cluster was looked at: whether its resources suffice is checked when the job starts"]
+    warnings = [f"the cluster must grow first: {text}" for text in lacking]
+    homeless = [bundle.name for bundle in bundles(config) if bundle.resources and bundle.name not in homes]
+    if homeless and not lacking:
+        warnings.append(
+            f"resources suffice in sum, but {', '.join(homeless)} may find no node with enough left"
+        )
+    rollout, train = config.rollout, config.train
+    threads = rollout.num_workers * rollout.threads + train.num_workers * train.threads
+    if config.device == "cpu" and threads > cluster.total("CPU"):
+        warnings.append(
+            f"engines and ranks use {threads} threads on {cluster.total('CPU'):g} cores: both crawl; lower "
+            "rollout.threads or train.threads"
+        )
+    return warnings

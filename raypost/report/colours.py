@@ -1,0 +1,16 @@
+"""Colours of the report: text and lines, series, and the kinds of spans."""
+
+from __future__ import annotations
+
+INK, GREY, LIGHT, PALE = "#1f2933", "#5f6c7b", "#cbd2d9", "#edf0f3"
+BLUE, ORANGE, GREEN, RED, PURPLE = "#2f6fde", "#e8871e", "#15936b", "#cf3f3f", "#8057c9"
+
+KIND_COLOURS = {
+    "rollout": BLUE,
+    "train": ORANGE,
+    "sync": PURPLE,
+    "evaluate": GREEN,
+    "pause": "#b8a9d9",
+    "checkpoint": "#7a5c44",
+    "wait": LIGHT,
+}

@@ -1,0 +1,115 @@
+"""The files of a run folder: their names, and writing them so that a reader never sees half of one.
+
+JSON lines are appended and flushed one by one; everything else is replaced as a whole. A line that was cut
+off when its writer died is removed before the next one is appended, and ignored by readers.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import IO, Any
+
+import numpy as np
+
+CONFIG = "config.yaml"
+METRICS = "metrics.jsonl"
+"""A line a train step."""
+EVENTS = "events.jsonl"
+"""What is not per step: sessions, evaluations, weight syncs, group counts, memory."""
+SPANS = "spans.jsonl"
+TENSORBOARD = "tensorboard"
+REPORT_JSON = "report.json"
+REPORT_HTML = "report.html"
+TIMELINE_PNG = "timeline.png"
+CURVES_PNG = "curves.png"
+
+_CHUNK = 1 << 16
+
+
+def write_atomically(path: Path, content: str | bytes) -> None:
+    """Replace the file as a whole, or leave it as it was."""
+    data = content.encode() if isinstance(content, str) else content
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        with open(temporary, "wb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+class LineWriter:
+    """Appends JSON objects to a file, each on a line of its own, flushed to the system when written."""
+
+    def __init__(self, path: Path) -> None:
+        _remove_torn_line(path)
+        self._file: IO[str] = open(path, "a", encoding="utf-8")  # noqa: SIM115  closed by `close`
+
+    def write(self, *objects: Mapping[str, Any]) -> None:
+        """Append the objects, then flush once."""
+        for item in objects:
+            self._file.write(json.dumps(plain(item), allow_nan=False, separators=(", ", ": ")) + "\n")
+        self._file.flush()
+
+    def close(self) -> None:
+        """Idempotent."""
+        self._file.close()
+
+
+def read_lines(path: Path) -> Iterator[dict[str, Any]]:
+    """The objects of a JSON lines file, one at a time; nothing if there is no such file.
+
+    Raises ValueError for a damaged line, except the last one if it was cut off.
+    """
+    if not path.exists():
+        return
+    with open(path, encoding="utf-8") as file:
+        for number, line in enumerate(file, start=1):
+            if not line.endswith("\n"):
+                return
+            try:
+                yield json.loads(line)
+            except json.JSONDecodeError as error:
+                raise ValueError(f"{path} line {number} is no JSON: {error}") from error
+
+
+def plain(item: Mapping[str, Any]) -> dict[str, Any]:
+    """The mapping as plain data that JSON can hold. Numbers that are not finite become null, and their names
+    are listed under `not_finite`: a loss that became NaN must be seen."""
+    result, not_finite = {}, []
+    for name, value in item.items():
+        if isinstance(value, np.generic | np.ndarray):
+            value = value.tolist()
+        elif isinstance(value, Mapping):
+            value = plain(value)
+        if isinstance(value, float) and not math.isfinite(value):
+            not_finite.append(name)
+            value = None
+        result[name] = value
+    if not_finite:
+        result["not_finite"] = not_finite
+    return result
+
+
+def _remove_torn_line(path: Path) -> None:
+    if not path.exists():
+        return
+    with open(path, "r+b") as file:
+        end = file.seek(0, os.SEEK_END)
+        position = end
+        while position > 0:
+            start = max(0, position - _CHUNK)
+            file.seek(start)
+            newline = file.read(position - start).rfind(b"\n")
+            if newline >= 0:
+                position = start + newline + 1
+                break
+            position = start
+        if position < end:
+            file.truncate(position)

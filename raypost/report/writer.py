@@ -1,0 +1,167 @@
+"""RunWriter: what a run writes into its folder while it goes on, and the report at its end.
+
+    config.yaml     as resolved              tensorboard/   scalars of steps and evaluations
+    metrics.jsonl   a line a step            report.json    figures
+    events.jsonl    sessions, evaluations,   report.html    the same with plots, self-contained
+                    syncs, counts, memory    timeline.png, curves.png
+    spans.jsonl     who did what when
+
+Invariants: nothing is kept in memory but what the system buffers; everything the report says can be
+computed again from these files (`rebuild`), also after a kill and after a resume, which appends.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Literal, Protocol
+
+import yaml
+from tensorboard.compat.proto.event_pb2 import Event, SessionLog
+from tensorboard.compat.proto.summary_pb2 import Summary
+from tensorboard.summary.writer.event_file_writer import EventFileWriter
+
+from raypost.config import Config, parse_config
+from raypost.metrics import finite_floats
+from raypost.report import files
+from raypost.report.record import RunRecord, load_record
+from raypost.report.summary import package_versions, summarise
+from raypost.types import GroupCounts, Span
+
+RunStatus = Literal["finished", "stopped", "failed"]
+TENSORBOARD_FLUSH_S = 10
+
+log = logging.getLogger(__name__)
+
+
+class SyncFigures(Protocol):
+    """What is recorded of a weight sync."""
+
+    @property
+    def version(self) -> int: ...
+    @property
+    def num_workers(self) -> int: ...
+    @property
+    def nbytes(self) -> int: ...
+    @property
+    def seconds(self) -> float: ...
+    @property
+    def publish_s(self) -> float: ...
+    @property
+    def load_s(self) -> float: ...
+    @property
+    def canary_difference(self) -> float: ...
+
+
+_SYNC_FIELDS = ("version", "num_workers", "nbytes", "seconds", "publish_s", "load_s", "canary_difference")
+
+
+class RunWriter:
+    """The files of one run. A second writer on the same folder continues it as a new session."""
+
+    def __init__(self, run_dir: Path, config: Config, started_s: float | None = None) -> None:
+        """`started_s`: when this session began, seconds since the epoch; now if absent."""
+        run_dir.mkdir(parents=True, exist_ok=True)
+        self._run_dir = run_dir
+        self._resumed = (run_dir / files.METRICS).exists()
+        dumped = yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False, allow_unicode=True)
+        files.write_atomically(run_dir / files.CONFIG, dumped)
+        self._metrics = files.LineWriter(run_dir / files.METRICS)
+        self._events = files.LineWriter(run_dir / files.EVENTS)
+        self._spans = files.LineWriter(run_dir / files.SPANS)
+        self._tensorboard = EventFileWriter(str(run_dir / files.TENSORBOARD), flush_secs=TENSORBOARD_FLUSH_S)
+        self._event("start", {"versions": package_versions()}, started_s)
+
+    def write_step(self, step: int, metrics: Mapping[str, Any]) -> None:
+        """Record train step `step` (1-based). Numbers also go to TensorBoard, lists only to the file."""
+        line = {name: value for name, value in metrics.items() if name not in ("step", "time_s")}
+        self._metrics.write({"step": step, "time_s": time.time(), **line})
+        if self._resumed:
+            # TensorBoard then forgets what an earlier session showed from here on.
+            restart = Event(wall_time=time.time(), step=step, session_log=SessionLog(status=SessionLog.START))
+            self._tensorboard.add_event(restart)
+            self._resumed = False
+        self._scalars("train", step, finite_floats(line))
+
+    def write_eval(self, step: int, metrics: Mapping[str, Any]) -> None:
+        """Record an evaluation of the weights of `step` (0 = initial)."""
+        self._event("eval", {**metrics, "step": step})
+        self._scalars("eval", step, finite_floats(metrics))
+
+    def write_sync(self, report: SyncFigures) -> None:
+        """Record one weight sync."""
+        self._event("sync", {name: getattr(report, name) for name in _SYNC_FIELDS})
+
+    def write_spans(self, spans: list[Span]) -> None:
+        """Append spans, in any order."""
+        self._spans.write(
+            *({"actor": s.actor, "kind": s.kind, "start_s": s.start_s, "end_s": s.end_s} for s in spans)
+        )
+
+    def write_counts(self, groups: GroupCounts) -> None:
+        """Record where every group is now; the last one written counts."""
+        self._event("counts", groups.as_dict())
+
+    def write_usage(
+        self, peak_memory_bytes: int | None, tokens_generated: int | None, unreachable: Mapping[str, int]
+    ) -> None:
+        """Record this session's totals so far; `unreachable`: how often an actor did not answer, by name."""
+        usage = {"peak_memory_bytes": peak_memory_bytes, "tokens_generated": tokens_generated}
+        self._event("usage", {**usage, "unreachable": dict(unreachable)})
+
+    def finish(self, status: RunStatus, error: str | None, groups: GroupCounts | None) -> dict[str, Any]:
+        """Close the record and write the report; returns what report.json holds.
+
+        `groups` None: the last counts written stand.
+        """
+        if groups is not None:
+            self.write_counts(groups)
+        self._event("end", {"status": status, "error": error})
+        self.close()
+        return rebuild(self._run_dir)
+
+    def close(self) -> None:
+        """Flush and close the files without writing a report. Idempotent."""
+        for lines in (self._metrics, self._events, self._spans):
+            lines.close()
+        self._tensorboard.close()
+
+    def _event(self, event: str, fields: Mapping[str, Any], time_s: float | None = None) -> None:
+        self._events.write({"event": event, "time_s": time.time() if time_s is None else time_s, **fields})
+
+    def _scalars(self, prefix: str, step: int, values: Mapping[str, float]) -> None:
+        summary = Summary(value=[Summary.Value(tag=f"{prefix}/{n}", simple_value=v) for n, v in values.items()])
+        self._tensorboard.add_event(Event(wall_time=time.time(), step=step, summary=summary))
+
+
+def rebuild(run_dir: Path) -> dict[str, Any]:
+    """Write the report of a run folder again from its other files, also of a run that was killed or still
+    goes on. Returns what report.json holds. Raises FileNotFoundError if the folder holds no run."""
+    record = load_record(run_dir)
+    config = parse_config(record.config, origin=str(run_dir / files.CONFIG))
+    report = summarise(record, config)
+    _write_json(run_dir, report)
+    try:
+        _draw(run_dir, report, record)
+    except Exception as error:  # supervision boundary: a plot must not turn a finished run into a failed one
+        log.exception("the figures of %s could not be drawn; %s is complete", run_dir, files.REPORT_JSON)
+        report["problems"].append(f"report.html could not be drawn: {type(error).__name__}: {error}")
+        _write_json(run_dir, report)
+    return report
+
+
+def _write_json(run_dir: Path, report: dict[str, Any]) -> None:
+    files.write_atomically(run_dir / files.REPORT_JSON, json.dumps(files.plain(report), indent=2) + "\n")
+
+
+def _draw(run_dir: Path, report: dict[str, Any], record: RunRecord) -> None:
+    # Plotting costs 40 MB that only the end of a run needs.
+    from raypost.report import figures, page
+
+    drawn = figures.draw(record, report)
+    files.write_atomically(run_dir / files.REPORT_HTML, page.render(report, record.config, drawn.svgs))
+    files.write_atomically(run_dir / files.TIMELINE_PNG, drawn.timeline_png)
+    files.write_atomically(run_dir / files.CURVES_PNG, drawn.curves_png)

@@ -1,0 +1,103 @@
+"""The consumer's side of production: take the batch of a step, and say when it is trained.
+
+Owns the rules of a take; everything it looks at and moves is the ProduceContext's. A batch is leased, so
+asking again for the same step gives the same batch. Called with the lock held.
+
+    status EXPIRED_BATCH and newer weights exist   nothing: sync them, then ask for the same step again
+    enough groups                                  the batch, with the status of production
+    no group can come any more                     ProductionError with every counter
+    otherwise                                      wait
+"""
+
+from __future__ import annotations
+
+from raypost.context import ProduceContext
+from raypost.errors import ProductionError
+from raypost.protocols import Lease, TakeStatus
+from raypost.types import PackedGroups, ProduceBatchStatus, Status
+
+Take = tuple[TakeStatus, PackedGroups | None]
+
+
+async def try_take(context: ProduceContext, step: int) -> Take | None:
+    """The batch of `step`, an empty result that asks for a sync, or None if it is not there yet.
+
+    Raises what ended production, and ProductionError for a step out of turn or one that can never be filled.
+    """
+    context.raise_failure()
+    progress = context.progress
+    if step != progress.next_consumer_step:
+        raise ProductionError(
+            f"the batch of step {step} was asked for, but step {progress.next_consumer_step} is next; "
+            f"{context.describe()}"
+        )
+    await context.settle()
+    await context.refresh(step)
+    behind = context.version is not None and step - 1 > context.version
+    if context.status is ProduceBatchStatus.EXPIRED_BATCH and behind:
+        return await _result(context, step, None), None
+    wanted = {task: groups for task, groups in context.allocation.items() if groups > 0}
+    lease = await context.buffer.lease(step, wanted)
+    if lease is None:
+        await _check_can_resolve(context, step, wanted)
+        return None
+    _consume(context, lease)
+    # Ages what stays: from now on it can be trained at the next step at the earliest.
+    await context.refresh(step + 1)
+    context.pending.changed.notify()
+    return await _result(context, step, lease), lease.packed
+
+
+async def take_again(context: ProduceContext, step: int) -> PackedGroups:
+    """The batch of a step that was taken and is not acknowledged. Raises ProductionError if there is none."""
+    lease = await context.buffer.lease(step, {}) if step in context.ledger.open_leases() else None
+    if lease is None:
+        raise ProductionError(f"the batch of step {step} is trained and gone; {context.describe()}")
+    return lease.packed
+
+
+async def acknowledge(context: ProduceContext, step: int) -> None:
+    """The steps up to `step` are trained: their leases end. Idempotent."""
+    await context.buffer.acknowledge(step)
+    context.ledger.trained(step)
+    context.ledger.flush()
+
+
+def _consume(context: ProduceContext, lease: Lease) -> None:
+    taken: dict[str, int] = {}
+    for task, _ in lease.keys:
+        taken[task] = taken.get(task, 0) + 1
+    context.ledger.leased(lease.keys, lease.step, lease.staleness)
+    context.ledger.flush()
+    context.progress.consume(lease.step, taken)
+
+
+async def _check_can_resolve(context: ProduceContext, step: int, wanted: dict[str, int]) -> None:
+    """Raise if production has stopped for good although the batch is not there."""
+    stopped = context.status is ProduceBatchStatus.EXPIRED_BATCH and not len(context.pending)
+    if not stopped:
+        return
+    stocks = await context.stocks()
+    progress = context.progress
+    for task in wanted:
+        if progress.consumed[task] + stocks[task].get(Status.COMPLETED, 0) < progress.target[task]:
+            # Groups expired after production had stopped; the deficit starts it again.
+            context.pending.changed.notify()
+            return
+    raise ProductionError(
+        f"step {step} can never be filled: production stopped at its staleness bound, step {step} needs {wanted}, "
+        f"the buffer holds {stocks}; {context.describe()}"
+    )
+
+
+async def _result(context: ProduceContext, step: int, lease: Lease | None) -> TakeStatus:
+    stocks = await context.stocks()
+    return TakeStatus(
+        status=str(context.status),
+        step=step,
+        num_groups=len(lease.keys) if lease else 0,
+        num_samples=len(lease.packed.header) if lease else 0,
+        staleness=lease.staleness if lease else (),
+        buffered=sum(stock.get(Status.COMPLETED, 0) for stock in stocks.values()),
+        metrics=context.progress.read_metrics(),
+    )

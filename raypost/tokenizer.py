@@ -1,0 +1,208 @@
+"""Text to token ids and back, from a Hugging Face folder, without torch or transformers.
+
+Owns encoding, decoding, the chat template and which ids end a response. Does not own prompts or limits on
+their length. Reads `tokenizer.json` through the `tokenizers` library, because importing transformers costs
+each process seconds and hundreds of megabytes.
+
+Invariants: ids equal those of transformers' AutoTokenizer; a tokenizer always has an end-of-sequence id.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+from collections.abc import Sequence
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+import jinja2
+import jinja2.ext
+import jinja2.nodes
+import jinja2.parser
+import jinja2.sandbox
+import numpy as np
+from tokenizers import AddedToken
+from tokenizers import Tokenizer as Backend
+
+from raypost.errors import ConfigError
+from raypost.types import IntArray
+
+SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+"""Names of the special tokens that tokenizer_config.json may give and chat templates may use."""
+
+
+class Tokenizer:
+    """A loaded tokenizer. Make it with `load`."""
+
+    def __init__(
+        self,
+        backend: Backend,
+        *,
+        eos_ids: tuple[int, ...],
+        pad_id: int,
+        special_tokens: dict[str, str],
+        chat_template: str | None,
+        origin: str,
+    ) -> None:
+        if not eos_ids:
+            raise ConfigError(
+                f"tokenizer in {origin} has no end-of-sequence token, so no response would ever end: set "
+                "eos_token in tokenizer_config.json or eos_token_id in generation_config.json"
+            )
+        self._backend = backend
+        self._special_tokens = special_tokens
+        self._chat_template = chat_template
+        self._origin = origin
+        self.eos_ids = eos_ids
+        """Ids that end a response, the model's own first."""
+        self.pad_id = pad_id
+
+    @classmethod
+    def load(cls, model_path: Path) -> Tokenizer:
+        """Tokenizer of a Hugging Face model folder.
+
+        Raises ConfigError without a tokenizer.json, without an end-of-sequence token, or when a file is
+        damaged.
+        """
+        file = model_path / "tokenizer.json"
+        if not file.is_file():
+            raise ConfigError(
+                f"{model_path} has no tokenizer.json: save it with the fast tokenizer "
+                "(AutoTokenizer.from_pretrained(...).save_pretrained(folder))"
+            )
+        try:
+            backend = Backend.from_file(str(file))
+        except Exception as error:  # the library raises plain Exception for any damage
+            raise ConfigError(
+                f"{file} is no tokenizer: {error}; save it again with save_pretrained"
+            ) from error
+        # A saved length limit or padding would change ids without a word.
+        backend.no_truncation()
+        backend.no_padding()
+        generation, model, own = (
+            _read_json(model_path / name)
+            for name in ("generation_config.json", "config.json", "tokenizer_config.json")
+        )
+        special = _special_tokens({**_read_json(model_path / "special_tokens_map.json"), **own})
+        known = [text for text in special.values() if backend.token_to_id(text) is not None]
+        backend.add_special_tokens([AddedToken(text, special=True, normalized=False) for text in known])
+        from_configs = [*_as_ids(generation.get("eos_token_id")), *_as_ids(model.get("eos_token_id"))]
+        eos_ids = tuple(dict.fromkeys([*from_configs, *_token_id(backend, special.get("eos_token"))]))
+        pads = [*_token_id(backend, special.get("pad_token")), *_as_ids(model.get("pad_token_id")), *eos_ids]
+        return cls(
+            backend,
+            eos_ids=eos_ids,
+            pad_id=pads[0] if pads else 0,
+            special_tokens=special,
+            chat_template=_chat_template(model_path, own),
+            origin=str(model_path),
+        )
+
+    @property
+    def vocab_size(self) -> int:
+        """Number of tokens, added ones included. A model's embedding may have more rows, never fewer."""
+        return int(self._backend.get_vocab_size(with_added_tokens=True))
+
+    @property
+    def has_chat_template(self) -> bool:
+        """Whether `chat` works."""
+        return self._chat_template is not None
+
+    def encode(self, text: str, *, add_special_tokens: bool = True) -> IntArray:
+        """Ids of the text, shape [T]. Plain text gets what the tokenizer's own post-processor adds; text that
+        `chat` rendered already contains its special tokens: pass add_special_tokens=False."""
+        return np.asarray(self._backend.encode(text, add_special_tokens=add_special_tokens).ids, np.int32)
+
+    def decode(self, ids: Sequence[int] | IntArray) -> str:
+        """Text of the ids, special tokens left out."""
+        return str(self._backend.decode([int(i) for i in ids], skip_special_tokens=True))
+
+    def chat(self, messages: list[dict[str, Any]]) -> str:
+        """The messages ({"role": ..., "content": ...}) in the model's chat template, up to where the
+        assistant speaks. Raises ConfigError without a template, or when the template refuses the messages."""
+        if self._chat_template is None:
+            raise ConfigError(
+                f"tokenizer in {self._origin} has no chat template: set chat: false for its tasks, or add "
+                "chat_template.jinja to the folder"
+            )
+        try:
+            return _compiled(self._chat_template).render(
+                messages=messages, tools=None, add_generation_prompt=True, **self._special_tokens
+            )
+        except jinja2.TemplateError as error:
+            raise ConfigError(f"chat template of {self._origin} failed: {error}") from error
+
+
+def _read_json(file: Path) -> dict[str, Any]:
+    """The file's mapping; empty when there is no such file. Raises ConfigError when it is damaged."""
+    if not file.is_file():
+        return {}
+    try:
+        content = json.loads(file.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ConfigError(f"{file} is no JSON: {error}") from error
+    if not isinstance(content, dict):
+        raise ConfigError(f"{file} must hold a mapping, got {type(content).__name__}")
+    return content
+
+
+def _special_tokens(settings: dict[str, Any]) -> dict[str, str]:
+    tokens = {}
+    for name in SPECIAL_TOKENS:
+        value = settings.get(name)
+        text = value.get("content") if isinstance(value, dict) else value
+        if isinstance(text, str):
+            tokens[name] = text
+    return tokens
+
+
+def _as_ids(value: Any) -> list[int]:
+    """One id, several, or none, as a list."""
+    values = value if isinstance(value, list) else [value]
+    return [item for item in values if isinstance(item, int)]
+
+
+def _token_id(backend: Backend, text: str | None) -> list[int]:
+    return [] if text is None else _as_ids(backend.token_to_id(text))
+
+
+def _chat_template(folder: Path, settings: dict[str, Any]) -> str | None:
+    """The default chat template; a file of its own wins over tokenizer_config.json, as in transformers."""
+    file = folder / "chat_template.jinja"
+    if file.is_file():
+        return file.read_text(encoding="utf-8")
+    template = settings.get("chat_template")
+    if isinstance(template, list):
+        template = {item["name"]: item["template"] for item in template}.get("default")
+    return template if isinstance(template, str) else None
+
+
+class _GenerationTag(jinja2.ext.Extension):
+    """`{% generation %}`, with which templates mark the assistant's words; rendering ignores it."""
+
+    tags = {"generation"}
+
+    def parse(self, parser: jinja2.parser.Parser) -> list[jinja2.nodes.Node]:
+        next(parser.stream)
+        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+
+
+@functools.lru_cache(maxsize=8)
+def _compiled(template: str) -> jinja2.Template:
+    """With what chat templates may rely on; sandboxed, because whoever made the model wrote the code."""
+
+    def raise_exception(message: str) -> None:
+        raise jinja2.TemplateError(message)
+
+    def to_json(value: Any, ensure_ascii: bool = False, indent: int | None = None, **options: Any) -> str:
+        return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, **options)
+
+    environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationTag, "jinja2.ext.loopcontrols"]
+    )
+    # Jinja's own tojson escapes for HTML, which would change the prompt.
+    environment.filters["tojson"] = to_json
+    environment.globals["raise_exception"] = raise_exception
+    environment.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
+    return environment.from_string(template)

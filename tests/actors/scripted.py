@@ -1,0 +1,83 @@
+"""A scripted rollout worker: no engine, tokens by rule. For tests of the pool, never of the engine."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from typing import Any
+
+import numpy as np
+
+from raypost.types import GenerateRequest, GenerateResult, WeightReport, WorkerStats
+
+
+class ScriptedWorker:
+    """Generates `max_tokens` tokens, one every `token_s` seconds, each carrying the version held then."""
+
+    def __init__(self, name: str, token_s: float = 0.0, lie: bool = False) -> None:
+        self.name, self.token_s, self.lie = name, token_s, lie
+        self.version: int | None = None
+        self.digest = ""
+        self.gate_open = False
+        self.running = 0
+        self.generated_while_paused = 0
+
+    def __repr__(self) -> str:
+        return self.name
+
+    async def start(self) -> dict[str, Any]:
+        return {"pid": os.getpid()}
+
+    async def generate(self, request: GenerateRequest) -> GenerateResult:
+        if not self.gate_open:
+            return GenerateResult.nothing("abort", self.name)
+        self.running += 1
+        ids: list[int] = []
+        try:
+            while len(ids) < request.sample_params.max_tokens:
+                await asyncio.sleep(self.token_s)
+                if not self.gate_open:
+                    break
+                ids.append(len(ids) + 1)
+        finally:
+            self.running -= 1
+        done = len(ids) == request.sample_params.max_tokens
+        return GenerateResult(
+            response_ids=np.asarray(ids, np.int32),
+            logprobs=np.zeros(len(ids), np.float32),
+            policy_versions=np.full(len(ids), self.version, np.int32),
+            finish_reason="length" if done else "abort",
+            worker=self.name,
+        )
+
+    async def pause(self, mode: str = "abort") -> None:
+        self.gate_open = False
+        while self.running:
+            await asyncio.sleep(0.005)
+
+    async def resume(self, version: int) -> None:
+        assert version == self.version
+        self.gate_open = True
+
+    async def load_weights(self, manifest: Any, *buckets: Any) -> WeightReport:
+        self.version, self.digest = manifest.version, "lie" if self.lie else manifest.digest
+        return WeightReport(version=self.version, digest=self.digest, worker=self.name, load_s=0.01)
+
+    async def canary(self, prompt_ids: np.ndarray) -> np.ndarray:
+        return np.zeros(len(prompt_ids) - 1, np.float32)
+
+    async def stats(self) -> WorkerStats:
+        return WorkerStats(
+            worker=self.name,
+            version=-1 if self.version is None else self.version,
+            running=self.running,
+            generated_tokens=0,
+            busy_s=0.0,
+            uptime_s=0.0,
+        )
+
+    async def die(self) -> None:
+        os._exit(1)
+
+    async def shutdown(self) -> None:
+        self.gate_open = False

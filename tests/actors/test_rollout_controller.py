@@ -1,0 +1,167 @@
+"""The pool over scripted workers on a local Ray: routing, pause, weights, death and return."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import ray
+
+from actors.placement import spawn
+from actors.rollout_controller import RolloutController
+from raypost.config import RolloutConfig
+from raypost.errors import StaleWeightsError, WeightError
+from raypost.types import GenerateRequest, GenerateResult, SampleParams
+from raypost.weights import Manifest, pack
+from tests.actors import scripted
+
+pytestmark = pytest.mark.usefixtures("local_ray")
+DEADLINE_S = 30
+
+
+def manifest(version: int) -> tuple[Manifest, list[ray.ObjectRef]]:
+    data = np.full(8, version, np.uint8)
+    made, buckets = pack(version, [("w", data, "float32", (2,))], 1 << 20)
+    return made, [ray.put(bucket) for bucket in buckets]
+
+
+def request(name: str, max_tokens: int = 4) -> GenerateRequest:
+    ids = np.arange(3, dtype=np.int32)
+    return GenerateRequest(request_id=name, token_ids=ids, sample_params=SampleParams(max_tokens=max_tokens))
+
+
+class Pool:
+    """A controller actor and its scripted workers."""
+
+    def __init__(self, token_s: float, count: int = 2, liar: int | None = None, **rollout: Any) -> None:
+        self.workers = {
+            f"rollout-{n}": spawn(
+                scripted.ScriptedWorker,
+                f"rollout-{n}",
+                token_s,
+                n == liar,
+                name=f"scripted-{id(self)}-{n}",
+                max_restarts=-1,
+            )
+            for n in range(count)
+        }
+        self.controller = spawn(
+            RolloutController,
+            self.workers,
+            RolloutConfig(num_workers=count, **rollout),
+            20.0,
+            name=f"controller-{id(self)}",
+        )
+
+    async def serve(self, version: int) -> None:
+        await self.controller.load_weights.remote(*manifest(version))
+        await self.controller.resume.remote(version)
+
+    async def until_up(self, name: str) -> None:
+        for _ in range(DEADLINE_S * 20):
+            if (await self.controller.states.remote())[name] == "up":
+                return
+            await asyncio.sleep(0.05)
+        raise AssertionError(f"{name} did not come back")
+
+    def end(self) -> None:
+        for handle in (self.controller, *self.workers.values()):
+            ray.kill(handle)
+
+
+async def with_pool(test: Callable[[Pool], Awaitable[None]], **options: Any) -> None:
+    pool = Pool(**options)
+    try:
+        await asyncio.wait_for(pool.controller.start.remote(), DEADLINE_S)
+        await asyncio.wait_for(test(pool), DEADLINE_S)
+    finally:
+        pool.end()
+
+
+async def test_requests_are_spread_and_carry_the_version() -> None:
+    async def check(pool: Pool) -> None:
+        await pool.serve(7)
+        results = await asyncio.gather(*(pool.controller.generate.remote(request(f"r{n}")) for n in range(8)))
+        assert {result.worker for result in results} == set(pool.workers)
+        assert all(result.policy_versions.tolist() == [7] * 4 for result in results)
+
+    await with_pool(check, token_s=0.02)
+
+
+async def test_nothing_generates_between_pause_and_resume() -> None:
+    async def check(pool: Pool) -> None:
+        await pool.serve(1)
+        running = [pool.controller.generate.remote(request(f"r{n}", 1000)) for n in range(6)]
+        await asyncio.sleep(0.3)
+        await pool.controller.pause.remote()
+        assert [stats.running for stats in await pool.controller.stats.remote()] == [0, 0]
+        for result in await asyncio.gather(*running):
+            assert result.finish_reason == "abort" and 0 < len(result.response_ids) < 1000
+        late = await pool.controller.generate.remote(request("late"))
+        assert late.finish_reason == "abort" and len(late.response_ids) == 0
+        await pool.serve(2)
+        again = await pool.controller.generate.remote(request("again"))
+        assert again.policy_versions.tolist() == [2] * 4
+
+    await with_pool(check, token_s=0.01)
+
+
+async def test_dead_workers_requests_continue_elsewhere_and_it_returns_with_the_current_version() -> None:
+    async def check(pool: Pool) -> None:
+        await pool.serve(3)
+        running = [pool.controller.generate.remote(request(f"r{n}", 60)) for n in range(6)]
+        await asyncio.sleep(0.2)
+        pool.workers["rollout-0"].die.remote()
+        results: list[GenerateResult] = await asyncio.gather(*running)
+        assert [len(result.response_ids) for result in results] == [60] * 6
+        await pool.until_up("rollout-0")
+        assert (await pool.workers["rollout-0"].stats.remote()).version == 3
+        served = await asyncio.gather(*(pool.controller.generate.remote(request(f"s{n}")) for n in range(8)))
+        assert {result.worker for result in served} == set(pool.workers)
+
+    await with_pool(check, token_s=0.02)
+
+
+async def test_worker_that_returns_during_a_pause_stays_paused_and_holds_the_new_version() -> None:
+    async def check(pool: Pool) -> None:
+        await pool.serve(1)
+        await pool.controller.pause.remote()
+        pool.workers["rollout-0"].die.remote()
+        reports = await pool.controller.load_weights.remote(*manifest(2))
+        assert reports
+        await pool.until_up("rollout-0")
+        direct = await pool.workers["rollout-0"].generate.remote(request("direct"))
+        assert direct.finish_reason == "abort", "the gate of a returned worker must be closed during a pause"
+        assert (await pool.workers["rollout-0"].stats.remote()).version == 2
+
+    await with_pool(check, token_s=0.01)
+
+
+async def test_sync_fails_when_a_worker_holds_other_bytes_than_were_sent() -> None:
+    async def check(pool: Pool) -> None:
+        with pytest.raises(WeightError, match="rollout-1 holds version 1 with digest lie"):
+            await pool.controller.load_weights.remote(*manifest(1))
+
+    await with_pool(check, token_s=0.01, liar=1)
+
+
+async def test_version_that_is_not_held_is_not_served() -> None:
+    async def check(pool: Pool) -> None:
+        await pool.serve(1)
+        with pytest.raises(StaleWeightsError, match="cannot serve version 2: the pool holds 1"):
+            await pool.controller.resume.remote(2)
+
+    await with_pool(check, token_s=0.01)
+
+
+async def test_request_past_its_deadline_fails_and_names_the_worker() -> None:
+    async def check(pool: Pool) -> None:
+        await pool.serve(1)
+        result = await pool.controller.generate.remote(request("slow", 10_000))
+        assert result.finish_reason == "error"
+        assert "rollout-0 to generate slow" in (result.error or "")
+
+    await with_pool(check, token_s=0.05, count=1, request_timeout_s=1)

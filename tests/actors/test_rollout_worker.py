@@ -1,0 +1,377 @@
+"""The rollout worker on a real engine, with random models small enough to compare with transformers."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import time
+from collections.abc import AsyncIterator, Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import pytest_asyncio
+import ray
+import torch
+from ray.exceptions import RayActorError
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from actors.rollout_worker import MAX_CONCURRENCY, EngineConfig, RolloutWorker
+from raypost.errors import StaleWeightsError, WeightError
+from raypost.types import GenerateRequest, GenerateResult, SampleParams
+from raypost.weights import Bytes, Manifest, pack
+
+pytestmark = pytest.mark.asyncio(loop_scope="module")
+
+VOCAB = 50
+CONFIG = EngineConfig(device="cpu", dtype="float32", max_model_len=256, max_num_seqs=32, kv_cache_gb=0.1)
+PROMPT = np.asarray([3, 7, 11, 2, 5], np.int32)
+TOLERANCE = 1e-3
+REPOSITORY = Path(__file__).parents[2]
+
+
+def make_model(folder: Path, tied: bool) -> LlamaForCausalLM:
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=VOCAB,
+        hidden_size=64,
+        intermediate_size=128,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=32,
+        max_position_embeddings=256,
+        tie_word_embeddings=tied,
+        initializer_range=0.2,
+    )
+    config.architectures = ["LlamaForCausalLM"]
+    config.save_pretrained(folder)
+    return LlamaForCausalLM(config).eval()
+
+
+def change(model: LlamaForCausalLM) -> None:
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(0.1 * torch.randn_like(parameter))
+
+
+def publish(model: LlamaForCausalLM, version: int) -> tuple[Manifest, list[Bytes]]:
+    """The model's weights in several buckets."""
+    tensors = (
+        (name, parameter.detach().numpy().reshape(-1).view(np.uint8), "float32", tuple(parameter.shape))
+        for name, parameter in model.named_parameters()
+    )
+    return pack(version, tensors, bucket_bytes=100_000)
+
+
+def expected_logprobs(model: LlamaForCausalLM, ids: np.ndarray, temperature: float = 1.0) -> np.ndarray:
+    """Logprob of every token but the first."""
+    tokens = torch.from_numpy(ids.astype(np.int64))[None]
+    with torch.no_grad():
+        logprobs = torch.log_softmax(model(tokens).logits[0, :-1] / temperature, -1)
+    return logprobs.gather(1, tokens[0, 1:, None])[:, 0].numpy()
+
+
+def request(name: str, max_tokens: int = 16, ids: np.ndarray = PROMPT, **params: float) -> GenerateRequest:
+    return GenerateRequest(
+        request_id=name, token_ids=ids, sample_params=SampleParams(max_tokens=max_tokens, **params)
+    )
+
+
+def difference(model: LlamaForCausalLM, result: GenerateResult, temperature: float = 1.0) -> float:
+    """Largest gap between the engine's logprobs of a result for PROMPT and transformers'."""
+    ids = np.concatenate([PROMPT, result.response_ids])
+    expected = expected_logprobs(model, ids, temperature)[len(PROMPT) - 1 :]
+    return float(np.max(np.abs(expected - result.logprobs)))
+
+
+class Bench:
+    """One worker, the model whose weights it should hold, and the version they have."""
+
+    def __init__(self, worker: RolloutWorker, model: LlamaForCausalLM) -> None:
+        self.worker, self.model, self.version = worker, model, -1
+
+    async def sync(self) -> None:
+        """Change the weights and bring them into the worker, which then serves."""
+        change(self.model)
+        self.version += 1
+        await self.worker.pause()
+        manifest, buckets = publish(self.model, self.version)
+        report = await self.worker.load_weights(manifest, *buckets)
+        assert (report.version, report.digest) == (self.version, manifest.digest)
+        await self.worker.resume(self.version)
+
+    async def assert_serves(self, version: int) -> None:
+        """The engine's logprobs are those of the model as it is now, under this version."""
+        result = await self.worker.generate(request("serves"))
+        assert set(result.policy_versions) == {version}
+        assert difference(self.model, result) < TOLERANCE
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module", params=["tied", "untied"])
+async def bench(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Bench]:
+    folder = tmp_path_factory.mktemp(request.param)
+    model = make_model(folder, tied=request.param == "tied")
+    worker = RolloutWorker("rollout-0", str(folder), CONFIG, worker_index=0)
+    info = await worker.start()
+    yield Bench(worker, model)
+    await worker.shutdown()
+    assert not any(Path(f"/proc/{pid}").exists() for pid in info["engine_pids"])
+
+
+async def test_worker_without_weights_serves_nothing(bench: Bench) -> None:
+    assert (await bench.worker.held()).version == -1
+    with pytest.raises(StaleWeightsError, match="holds version -1"):
+        await bench.worker.resume(0)
+    result = await bench.worker.generate(request("early"))
+    assert (result.finish_reason, len(result.response_ids)) == ("abort", 0)
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.6])
+async def test_logprobs_equal_transformers_before_and_after_an_update(bench: Bench, temperature: float) -> None:
+    for _ in range(2):
+        await bench.sync()
+        calls = (bench.worker.generate(request(f"r{i}", temperature=temperature)) for i in range(8))
+        results = await asyncio.gather(*calls)
+        assert max(difference(bench.model, result, temperature) for result in results) < TOLERANCE
+        assert all(set(result.policy_versions) == {bench.version} for result in results)
+        assert {(result.finish_reason, result.worker) for result in results} == {("length", "rollout-0")}
+
+
+async def test_canary_equals_transformers_whether_the_gate_is_open_or_closed(bench: Bench) -> None:
+    await bench.sync()
+    ids = np.arange(40, dtype=np.int32)
+    expected = expected_logprobs(bench.model, ids)
+    opened = await bench.worker.canary(ids)
+    await bench.worker.pause()
+    closed = await bench.worker.canary(ids)
+    assert opened.shape == closed.shape == (39,)
+    assert np.max(np.abs(opened - expected)) < TOLERANCE
+    assert np.max(np.abs(closed - expected)) < TOLERANCE
+    assert (await bench.worker.generate(request("still closed"))).finish_reason == "abort"
+
+
+async def test_paused_requests_return_partials_and_continue_under_the_next_version(bench: Bench) -> None:
+    await bench.sync()
+    calls = [asyncio.create_task(bench.worker.generate(request(f"r{i}", 200))) for i in range(16)]
+    await asyncio.sleep(0.3)
+    await bench.worker.pause()
+    assert (await bench.worker.stats()).running == 0
+    partials = await asyncio.wait_for(asyncio.gather(*calls), 1)
+    assert {result.finish_reason for result in partials} == {"abort"}
+    assert all(0 < len(result.response_ids) < 200 for result in partials)
+    assert max(difference(bench.model, result) for result in partials) < TOLERANCE
+    assert all(set(result.policy_versions) == {bench.version} for result in partials)
+
+    await bench.sync()
+    prefix = np.concatenate([PROMPT, partials[0].response_ids])
+    rest = await bench.worker.generate(request("rest", 200 - len(partials[0].response_ids), prefix))
+    assert set(rest.policy_versions) == {bench.version}
+    expected = expected_logprobs(bench.model, np.concatenate([prefix, rest.response_ids]))[len(prefix) - 1 :]
+    assert np.max(np.abs(expected - rest.logprobs)) < TOLERANCE
+
+
+async def test_pause_and_resume_may_be_repeated(bench: Bench) -> None:
+    await bench.sync()
+    await bench.worker.resume(bench.version)
+    await bench.assert_serves(bench.version)
+    await bench.worker.pause()
+    await bench.worker.pause()
+    assert (await bench.worker.generate(request("paused"))).finish_reason == "abort"
+    await bench.worker.resume(bench.version)
+    await bench.assert_serves(bench.version)
+
+
+async def test_request_that_slips_in_behind_the_abort_does_not_hang_the_pause(bench: Bench) -> None:
+    await bench.sync()
+    for _ in range(20):
+        calls = [asyncio.create_task(bench.worker.generate(request(f"r{i}", 100))) for i in range(8)]
+        await asyncio.sleep(0)
+        await asyncio.wait_for(bench.worker.pause(), 5)
+        results = await asyncio.wait_for(asyncio.gather(*calls), 1)
+        assert {result.finish_reason for result in results} == {"abort"}
+        await bench.worker.resume(bench.version)
+
+
+async def test_stop_token_ends_a_response_and_is_part_of_it(bench: Bench) -> None:
+    await bench.sync()
+    everything = tuple(range(VOCAB))
+    asked = GenerateRequest(
+        request_id="stop", token_ids=PROMPT, sample_params=SampleParams(max_tokens=9, stop_token_ids=everything)
+    )
+    result = await bench.worker.generate(asked)
+    assert (result.finish_reason, len(result.response_ids)) == ("stop", 1)
+
+
+async def test_cancelled_call_leaves_no_request_in_the_engine(bench: Bench) -> None:
+    await bench.sync()
+    call = asyncio.create_task(bench.worker.generate(request("cancelled", 200)))
+    await asyncio.sleep(0.1)
+    call.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await call
+    assert (await bench.worker.stats()).running == 0
+    assert bench.worker._engine is not None
+    assert bench.worker._engine._llm.get_num_unfinished_requests() == 0
+    await bench.assert_serves(bench.version)
+
+
+@pytest.mark.parametrize(
+    ("asked", "why"),
+    [
+        (request("long", 250), "exceed max_model_len 256"),
+        (request("empty", 4, np.empty(0, np.int32)), "at least 1"),
+        (request("foreign", 4, np.asarray([VOCAB + 100], np.int32)), "out of vocab"),
+    ],
+)
+async def test_request_that_cannot_run_is_an_error_and_harms_no_other(
+    bench: Bench, asked: GenerateRequest, why: str
+) -> None:
+    await bench.sync()
+    result = await bench.worker.generate(asked)
+    assert (result.finish_reason, len(result.response_ids)) == ("error", 0)
+    assert result.error is not None and why in result.error
+    await bench.assert_serves(bench.version)
+
+
+async def test_flipped_byte_is_refused_by_name_and_the_old_weights_still_serve(bench: Bench) -> None:
+    await bench.sync()
+    await bench.worker.pause()
+    before = await bench.worker.held()
+    manifest, buckets = publish(bench.model, bench.version + 1)
+    victim = manifest.tensors[7]
+    buckets[victim.bucket][victim.offset + 5] ^= 1
+    with pytest.raises(WeightError, match=f"{victim.name}.*old weights are untouched"):
+        await bench.worker.load_weights(manifest, *buckets)
+    assert await bench.worker.held() == before
+    await bench.worker.resume(bench.version)
+    await bench.assert_serves(bench.version)
+    await bench.sync()
+    await bench.assert_serves(bench.version)
+
+
+@pytest.mark.parametrize("how", ["missing", "unexpected", "misshapen"])
+async def test_manifest_that_does_not_fit_the_model_is_refused_by_name(bench: Bench, how: str) -> None:
+    await bench.sync()
+    await bench.worker.pause()
+    tensors = [
+        (name, parameter.detach().numpy().reshape(-1).view(np.uint8), "float32", tuple(parameter.shape))
+        for name, parameter in bench.model.named_parameters()
+    ]
+    name, data, dtype, shape = tensors[5]
+    changes = {
+        "missing": [],
+        "unexpected": [tensors[5], (f"{name}.extra", data, dtype, shape)],
+        "misshapen": [(name, data, dtype, (shape[0] * shape[1],))],
+    }
+    manifest, buckets = pack(bench.version + 1, [*tensors[:5], *changes[how], *tensors[6:]], 1 << 20)
+    with pytest.raises(WeightError, match=name):
+        await bench.worker.load_weights(manifest, *buckets)
+    await bench.worker.resume(bench.version)
+    await bench.assert_serves(bench.version)
+
+
+async def test_versions_never_go_back_and_a_repeated_one_is_acknowledged(bench: Bench) -> None:
+    await bench.sync()
+    await bench.sync()
+    manifest, buckets = publish(bench.model, bench.version)
+    with pytest.raises(WeightError, match="pause it before loading"):
+        await bench.worker.load_weights(manifest, *buckets)
+    await bench.worker.pause()
+    report = await bench.worker.load_weights(manifest, *buckets)
+    assert (report.version, report.digest) == (bench.version, manifest.digest)
+    with pytest.raises(StaleWeightsError, match="is older"):
+        await bench.worker.load_weights(replace(manifest, version=bench.version - 1), *buckets)
+    change(bench.model)
+    other, buckets = publish(bench.model, bench.version)
+    with pytest.raises(WeightError, match="as a new version"):
+        await bench.worker.load_weights(other, *buckets)
+
+
+async def test_interrupted_load_never_serves_and_the_next_load_repairs_it(bench: Bench) -> None:
+    await bench.sync()
+    await bench.worker.pause()
+    manifest, buckets = publish(bench.model, bench.version + 1)
+    load = asyncio.create_task(bench.worker.load_weights(manifest, *buckets))
+    while bench.worker._broken is None:
+        await asyncio.sleep(0)
+    load.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await load
+    with pytest.raises(WeightError, match="half loaded"):
+        await bench.worker.resume(bench.version)
+    with pytest.raises(WeightError, match="half loaded"):
+        await bench.worker.canary(PROMPT)
+    bench.version += 1
+    await bench.sync()
+    await bench.assert_serves(bench.version)
+
+
+# ---------------------------------------------------------------- as a Ray actor
+
+
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    os.environ["RAY_AUTH_MODE"] = "disabled"
+    ray.init(
+        address="local",
+        num_cpus=2,
+        include_dashboard=False,
+        runtime_env={"working_dir": str(REPOSITORY), "excludes": [".venv", ".git", "runs", "*_cache"]},
+    )
+    yield
+    ray.shutdown()
+
+
+def spawn(folder: Path, name: str):
+    options = {"num_cpus": 1, "max_restarts": 0, "max_concurrency": MAX_CONCURRENCY, "name": name}
+    return ray.remote(RolloutWorker).options(**options).remote(name, str(folder), CONFIG, 0)
+
+
+async def gone(pids: list[int], within_s: float) -> bool:
+    deadline = time.monotonic() + within_s
+    while time.monotonic() < deadline:
+        if not any(Path(f"/proc/{pid}").exists() for pid in pids):
+            return True
+        await asyncio.sleep(0.05)
+    return False
+
+
+async def test_actor_loads_from_the_object_store_and_answers_control_calls_under_load(
+    cluster: None, tmp_path: Path
+) -> None:
+    model = make_model(tmp_path, tied=True)
+    actor = spawn(tmp_path, "rollout-0")
+    info = await asyncio.wait_for(actor.start.remote(), 120)
+    manifest, buckets = publish(model, 0)
+    refs = [ray.put(bucket) for bucket in buckets]
+    report = await asyncio.wait_for(actor.load_weights.remote(manifest, *refs), 30)
+    assert (report.version, report.digest, report.worker) == (0, manifest.digest, "rollout-0")
+    await actor.resume.remote(0)
+    first = await asyncio.wait_for(actor.generate.remote(request("first")), 30)
+    assert difference(model, first) < TOLERANCE
+
+    calls = [actor.generate.remote(request(f"r{i}", 200)) for i in range(1500)]
+    await asyncio.sleep(1.0)
+    begin = time.monotonic()
+    assert (await asyncio.wait_for(actor.stats.remote(), 10)).running == 1500
+    await asyncio.wait_for(actor.pause.remote(), 10)
+    assert time.monotonic() - begin < 5
+    results = await asyncio.wait_for(asyncio.gather(*calls), 30)
+    assert {result.finish_reason for result in results} == {"abort"}
+
+    # The engine's end is the actor's, although nobody called it.
+    os.kill(info["engine_pids"][0], signal.SIGKILL)
+    assert await gone([info["pid"], *info["engine_pids"]], 10)
+    with pytest.raises(RayActorError):
+        await asyncio.wait_for(actor.ping.remote(), 30)
+
+
+async def test_killed_actor_leaves_no_engine_process(cluster: None, tmp_path: Path) -> None:
+    make_model(tmp_path, tied=True)
+    actor = spawn(tmp_path, "rollout-1")
+    info = await asyncio.wait_for(actor.start.remote(), 120)
+    os.kill(info["pid"], signal.SIGKILL)
+    assert await gone([info["pid"], *info["engine_pids"]], 10)

@@ -1,0 +1,88 @@
+"""Clusters for tests. Each is private, reached by its own address, and leaves no process behind."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+from jobs.private_cluster import MARKER, PrivateCluster
+
+# Read by Ray once a process. Tests attach in-process to clusters that only they know of; without this Ray
+# would use, or make, a token in the home of whoever runs the tests.
+os.environ["RAY_AUTH_MODE"] = "disabled"
+os.environ["RAY_AUTH_TOKEN_PATH"] = os.devnull
+os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
+os.environ["SPT_NOENV"] = "1"
+for pinned in ("RAY_ADDRESS", "RAY_API_SERVER_ADDRESS"):
+    os.environ.pop(pinned, None)
+
+LOCAL_CPUS = 8
+"""Logical: what tests may reserve, not what the machine has."""
+GONE_TIMEOUT_S = 10.0
+
+
+@pytest.fixture(scope="session")
+def private_cluster() -> Iterator[PrivateCluster]:
+    """A head without dashboard, for drivers that are processes of their own with `private_cluster.env()`."""
+    cluster = PrivateCluster(
+        num_cpus=LOCAL_CPUS,
+        resources={"rollout": LOCAL_CPUS, "trainer": LOCAL_CPUS},
+        object_store_memory=256 * 1024**2,
+        auth=False,
+    )
+    with cluster:
+        yield cluster
+    assert cluster.pids == []
+
+
+@pytest.fixture(scope="module")
+def local_ray() -> Iterator[None]:
+    """This process as the driver of a Ray of its own, for the tests of one module."""
+    import ray
+
+    folder = Path(tempfile.mkdtemp(prefix="rp-", dir="/tmp"))
+    mark = folder.name
+    os.environ[MARKER] = mark
+    try:
+        ray.init(
+            address="local",
+            include_dashboard=False,
+            num_cpus=LOCAL_CPUS,
+            resources={"rollout": LOCAL_CPUS, "trainer": LOCAL_CPUS},
+            object_store_memory=256 * 1024**2,
+            _temp_dir=str(folder),
+            log_to_driver=False,
+        )
+        yield
+    finally:
+        ray.shutdown()
+        del os.environ[MARKER]
+        left = survivors(mark)
+        for process in left:
+            process.kill()
+        shutil.rmtree(folder, ignore_errors=True)
+    assert left == [], f"processes outlived ray.shutdown by {GONE_TIMEOUT_S} s: {left}"
+
+
+def survivors(mark: str) -> list[psutil.Process]:
+    """Processes started under `mark` that do not end by themselves within the timeout."""
+    _, left = psutil.wait_procs(marked(mark), timeout=GONE_TIMEOUT_S)
+    return left
+
+
+def marked(mark: str) -> list[psutil.Process]:
+    """Living processes, other than this one, that carry `mark` in their environment."""
+    found = []
+    for process in psutil.process_iter():
+        try:
+            if process.pid != os.getpid() and process.environ().get(MARKER) == mark:
+                found.append(process)
+        except psutil.Error:
+            continue
+    return found

@@ -1,0 +1,160 @@
+"""The private head: reachable, alone, and gone afterwards, however it ends."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+from jobs.private_cluster import ClusterStartError, PrivateCluster
+
+ROOT = Path(__file__).resolve().parents[2]
+SMALL = 128 * 1024**2
+
+DRIVER = """
+import json, os, ray
+ray.init(log_to_driver=False, logging_level="ERROR")
+raylet = ray.get(ray.remote(lambda: os.getppid()).remote())
+address = ray.get_runtime_context().gcs_address
+print(json.dumps({"address": address, "raylet": raylet, **ray.cluster_resources()}))
+"""
+
+# Starts a cluster and then waits to be ended; prints its folder and the pids.
+HOLDER = """
+import sys, time
+from jobs.private_cluster import PrivateCluster
+with PrivateCluster(num_cpus=1, object_store_memory=2**27, extra_env={"HELD": sys.argv[1]}) as cluster:
+    print(cluster.logs_dir.parents[2], *cluster.pids, flush=True)
+    time.sleep(600)
+"""
+
+
+def drive(cluster: PrivateCluster) -> dict[str, object]:
+    done = subprocess.run(
+        [sys.executable, "-c", DRIVER], env=cluster.env(), capture_output=True, text=True, timeout=60
+    )
+    assert done.returncode == 0, done.stderr
+    return dict(json.loads(done.stdout.splitlines()[-1]))
+
+
+def test_driver_with_its_env_reaches_the_cluster_and_no_other(private_cluster: PrivateCluster) -> None:
+    found = drive(private_cluster)
+    assert found["address"] == private_cluster.address
+    assert found["rollout"] == 8
+    assert found["raylet"] in private_cluster.pids
+
+
+def test_two_clusters_started_at_once_are_separate_and_leave_nothing() -> None:
+    clusters = [PrivateCluster(num_cpus=count, object_store_memory=SMALL) for count in (1, 3)]
+    threads = [threading.Thread(target=cluster.__enter__) for cluster in clusters]
+    try:
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(90)
+        first, second = clusters
+        assert first.address != second.address
+        assert not set(first.pids) & set(second.pids)
+        assert [drive(cluster)["CPU"] for cluster in clusters] == [1.0, 3.0]
+        folders = [cluster.logs_dir.parents[2] for cluster in clusters]
+    finally:
+        for cluster in clusters:
+            cluster.stop()
+    assert [cluster.pids for cluster in clusters] == [[], []]
+    assert not any(folder.exists() for folder in folders)
+
+
+def test_call_without_the_token_is_refused() -> None:
+    with PrivateCluster(num_cpus=1, object_store_memory=SMALL) as cluster:
+        env = cluster.env() | {"RAY_AUTH_MODE": "disabled"}
+        code = f"from ray._raylet import GcsClient; GcsClient({cluster.address!r}).internal_kv_keys(b'', b'')"
+        done = subprocess.run(
+            [sys.executable, "-c", code], env=env, capture_output=True, text=True, timeout=60
+        )
+        assert done.returncode != 0
+        assert "auth" in done.stderr.lower()
+
+
+def test_head_that_cannot_start_names_the_cause_and_leaves_nothing(tmp_path: Path) -> None:
+    cluster = PrivateCluster(num_cpus=-1, temp_dir=Path("/tmp"))
+    with pytest.raises(ClusterStartError, match="ended with code"), cluster:
+        raise AssertionError("unreachable")
+    assert cluster.pids == []
+
+
+def test_head_that_is_too_slow_is_ended() -> None:
+    cluster = PrivateCluster(num_cpus=1, start_timeout_s=0.5)
+    with (
+        pytest.raises(ClusterStartError, match=r"did not answer within 0\.5 s"),
+        cluster,
+    ):
+        raise AssertionError("unreachable")
+    assert cluster.pids == []
+
+
+def test_temp_dir_too_long_for_sockets_is_refused(tmp_path: Path) -> None:
+    folder = tmp_path / ("x" * 80)
+    folder.mkdir()
+    with (
+        pytest.raises(ClusterStartError, match="too long"),
+        PrivateCluster(num_cpus=1, temp_dir=folder),
+    ):
+        raise AssertionError("unreachable")
+    assert list(folder.iterdir()) == []
+
+
+@pytest.mark.parametrize("ending", [signal.SIGINT, signal.SIGKILL], ids=["interrupt", "kill"])
+def test_cluster_ends_with_its_owner(ending: signal.Signals) -> None:
+    owner, folder, pids = hold(str(ending))
+    owner.send_signal(ending)
+    owner.wait(30)
+    processes = [psutil.Process(pid) for pid in pids if psutil.pid_exists(pid)]
+    _, left = psutil.wait_procs(processes, timeout=15)
+    assert left == []
+    # After SIGKILL nobody is left to remove the folder.
+    assert folder.exists() == (ending == signal.SIGKILL)
+
+
+@pytest.mark.parametrize("delay_s", [0.3, 1.5], ids=["at-once", "half-way"])
+def test_interrupt_while_starting_leaves_nothing(delay_s: float) -> None:
+    mark = f"starting-{os.getpid()}-{delay_s}"
+    owner = subprocess.Popen([sys.executable, "-c", HOLDER, mark], cwd=ROOT, stderr=subprocess.DEVNULL)
+    deadline = time.monotonic() + 30
+    while not heads_of(owner.pid) and time.monotonic() < deadline:
+        time.sleep(0.02)
+    time.sleep(delay_s)
+    owner.send_signal(signal.SIGINT)
+    assert owner.wait(40) != 0
+    assert [p for p in psutil.process_iter() if held(p) == mark] == []
+
+
+def hold(mark: str) -> tuple[subprocess.Popen[str], Path, list[int]]:
+    owner = subprocess.Popen(
+        [sys.executable, "-c", HOLDER, mark],
+        cwd=ROOT,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        text=True,
+    )
+    assert owner.stdout is not None
+    folder, *pids = owner.stdout.readline().split()
+    return owner, Path(folder), [int(pid) for pid in pids]
+
+
+def heads_of(pid: int) -> list[psutil.Process]:
+    return psutil.Process(pid).children()
+
+
+def held(process: psutil.Process) -> str | None:
+    try:
+        return process.environ().get("HELD")
+    except psutil.Error:
+        return None

@@ -1,0 +1,80 @@
+"""The order and the checks of a sync, with scripted trainer and pool."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from actors.weight_broadcaster import WeightBroadcaster
+from raypost.config import SyncConfig
+from raypost.errors import StaleWeightsError, WeightError
+from raypost.types import WeightReport
+from raypost.weights import pack
+
+CANARY = np.arange(4, dtype=np.int32)
+
+
+class ScriptedTrainer:
+    def __init__(self) -> None:
+        self.published: list[int] = []
+
+    async def publish(self, version: int):
+        self.published.append(version)
+        return pack(version, [("w", np.zeros(8, np.uint8), "float32", (2,))], 1 << 20)
+
+    async def canary(self, ids):
+        return np.zeros(len(ids) - 1, np.float32)
+
+
+class ScriptedPool:
+    def __init__(self, drift: float = 0.0) -> None:
+        self.drift = drift
+
+    async def load_weights(self, manifest, buckets):
+        return [
+            WeightReport(version=manifest.version, digest=manifest.digest, worker="rollout-0", load_s=0.25)
+        ]
+
+    async def canary(self, ids):
+        return [("rollout-0", np.full(len(ids) - 1, self.drift, np.float32))]
+
+
+def broadcaster(
+    drift: float = 0.0, tolerance: float | None = 1e-3
+) -> tuple[WeightBroadcaster, ScriptedTrainer]:
+    trainer = ScriptedTrainer()
+    return WeightBroadcaster(
+        trainer, ScriptedPool(drift), SyncConfig(canary_tolerance=tolerance), CANARY
+    ), trainer
+
+
+async def test_broadcast_reports_what_was_sent_and_loaded() -> None:
+    sync, _ = broadcaster()
+    report = await sync.broadcast(3)
+    assert (report.version, report.num_workers, report.load_s, report.canary_difference) == (3, 1, 0.25, 0.0)
+    assert [span.kind for span in await sync.drain_spans()] == ["sync"]
+
+
+async def test_same_version_again_sends_nothing() -> None:
+    sync, trainer = broadcaster()
+    assert await sync.broadcast(3) == await sync.broadcast(3)
+    assert trainer.published == [3]
+
+
+async def test_versions_never_go_back() -> None:
+    sync, _ = broadcaster()
+    await sync.broadcast(3)
+    with pytest.raises(StaleWeightsError, match="cannot broadcast version 2: 3 is already out"):
+        await sync.broadcast(2)
+
+
+@pytest.mark.parametrize("drift", [0.03, float("nan")])
+async def test_sync_fails_when_logprobs_disagree(drift: float) -> None:
+    sync, _ = broadcaster(drift)
+    with pytest.raises(WeightError, match="rollout-0 says it holds version 1"):
+        await sync.broadcast(1)
+
+
+async def test_canary_can_be_switched_off() -> None:
+    sync, _ = broadcaster(0.03, tolerance=None)
+    assert (await sync.broadcast(1)).canary_difference == 0.0
