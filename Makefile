@@ -44,11 +44,11 @@ format: $(INSTALLED)  ## format the code, and fix what ruff can fix
 	$(BIN)/ruff check --fix
 	$(BIN)/ruff format
 
-# The lock is compared by content: a checkout renews its date. A changed lock makes a new venv, so that
-# nothing is left of the old one. Two makes at once take turns.
+# The lock is compared by content, comments left out: a checkout renews its date. A changed lock makes a new
+# venv, so that nothing is left of the old one. Two makes at once take turns.
 $(INSTALLED): $(LOCK)
 	@if command -v flock >/dev/null; then exec 9<Makefile; flock 9; fi; \
-	if cmp -s $(LOCK) $@; then touch $@; exit 0; fi; \
+	if grep == $(LOCK) | cmp -s - $@; then touch $@; exit 0; fi; \
 	for python in $(PYTHON) python3.11 python3 python "$$HOME"/.pyenv/versions/3.11.*/bin/python; do \
 	  if "$$python" -c 'import ensurepip, sys; sys.exit(sys.version_info[:2] != (3, 11))' 2>/dev/null; then found=$$python; break; fi; \
 	done; \
@@ -58,7 +58,7 @@ $(INSTALLED): $(LOCK)
 	$(BIN)/python -m pip install -qq --no-input --disable-pip-version-check --no-deps \
 	  $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX)) -r $(LOCK) \
 	  || { echo "make: installing $(LOCK) failed; the cause is above, and the next make tries again" >&2; exit 1; }; \
-	cp $(LOCK) $@
+	grep == $(LOCK) >$@
 
 lock:  ## solve pyproject.toml into the lock, with uv
 	@uv=$$(command -v uv || true); \

@@ -12,6 +12,9 @@ from raypost.protocols import Generator, Judge
 from raypost.tokenizer import Tokenizer
 from raypost.types import Group, PackedGroups, pack_groups, unpack_groups
 
+MARGIN_S = 30.0
+"""On top of the pool's own deadline for a request, so that the pool, which knows the worker, reports first."""
+
 
 class AgentLoopWorker:
     """Hosts one agent loop a task."""
@@ -27,6 +30,8 @@ class AgentLoopWorker:
                 judge,
                 tokenizer.decode,
                 enable_partial_rollout=task.strategy.enable_partial_rollout,
+                request_timeout_s=config.rollout.request_timeout_s + MARGIN_S,
+                judge_grace_s=config.rollout.pause_timeout_s / 4,
             )
             for task in config.tasks
         }

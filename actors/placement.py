@@ -8,6 +8,7 @@ that `raypost plan` prints.
 from __future__ import annotations
 
 import asyncio
+import inspect
 import logging
 import time
 from typing import Any
@@ -35,14 +36,15 @@ def spawn(
     name: str,
     resources: dict[str, float] | None = None,
     max_restarts: int = 0,
-    max_concurrency: int | None = MAX_CONCURRENCY,
+    concurrency_groups: dict[str, int] | None = None,
     group: PlacementGroup | None = None,
     bundle: int = -1,
     env: dict[str, str] | None = None,
 ) -> ActorHandle:
     """Start `cls(*args)` as an actor called `name`. `resources` uses Ray's names, CPU and GPU included.
 
-    `max_concurrency` None leaves Ray's default, which for a class without coroutines is one call at a time.
+    `concurrency_groups` (threads a group) are for classes without coroutines; such a class does one call at a
+    time in its default group. Classes with coroutines take MAX_CONCURRENCY calls.
     """
     needed = dict(resources or {})
     options: dict[str, Any] = {
@@ -53,8 +55,10 @@ def spawn(
         "max_restarts": max_restarts,
         "max_task_retries": 0,
     }
-    if max_concurrency is not None:
-        options["max_concurrency"] = max_concurrency
+    if concurrency_groups is not None:
+        options["concurrency_groups"] = concurrency_groups
+    elif any(inspect.iscoroutinefunction(member) for _, member in inspect.getmembers(cls)):
+        options["max_concurrency"] = MAX_CONCURRENCY
     if group is not None:
         options["scheduling_strategy"] = PlacementGroupSchedulingStrategy(group, bundle)
     if env:

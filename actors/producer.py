@@ -13,7 +13,7 @@ from pathlib import Path
 import ray
 
 from actors.remote import ACTOR_ERRORS
-from raypost.checkpoint import load_state, save_state
+from raypost.checkpoint import CheckpointDir
 from raypost.config import Config
 from raypost.datasets import build_source, render
 from raypost.ledger import Ledger
@@ -55,8 +55,8 @@ class ProducerActor:
             control,
             Ledger(config.run_dir / "ledger.jsonl"),
             batch_size=config.train.batch_size,
-            sync_weights_interval=config.sync.sync_weights_interval,
             pause_timeout_s=config.rollout.pause_timeout_s,
+            take_timeout_s=config.take_timeout_s,
             retryable=ACTOR_ERRORS,
         )
 
@@ -91,11 +91,11 @@ class ProducerActor:
 
     async def save(self, folder: str) -> None:
         """Write progress, samplers, buffer and ledger into a checkpoint folder. Production must be paused."""
-        save_state(Path(folder), STATE_FILE, await self._producer.state_dict())
+        CheckpointDir.save_state(Path(folder), STATE_FILE, await self._producer.state_dict())
 
     async def load(self, folder: str) -> None:
         """Restore what `save` wrote; production stays paused until `resume`."""
-        await self._producer.load_state_dict(load_state(Path(folder), STATE_FILE))
+        await self._producer.load_state_dict(CheckpointDir.load_state(Path(folder), STATE_FILE))
 
     async def drain_spans(self) -> list[Span]:
         """Pauses since the last call."""

@@ -190,7 +190,7 @@ class RolloutWorker:
         engine = self._engine
         if not self._open or engine is None:
             return GenerateResult.nothing("abort", self._name)
-        problem = self._problem(request)
+        problem = self._problem(request, engine.vocab_size)
         if problem is not None:
             return GenerateResult.nothing("error", self._name, problem)
         ticket = self._enter(request.request_id)
@@ -201,19 +201,16 @@ class RolloutWorker:
         self._generated_tokens += len(result.response_ids)
         return replace(result, worker=self._name)
 
-    def _problem(self, request: GenerateRequest) -> str | None:
-        """Why the engine would refuse the request or silently cut it short."""
-        given, wanted, bound = (
-            len(request.token_ids),
-            request.sample_params.max_tokens,
-            self._config.max_model_len,
-        )
-        if given < 1 or wanted < 1:
-            return f"{request.request_id}: {given} tokens given and {wanted} wanted; both must be at least 1"
-        if given + wanted > bound:
-            return (
-                f"{request.request_id}: {given} tokens given and {wanted} wanted exceed max_model_len {bound}"
-            )
+    def _problem(self, request: GenerateRequest, vocab_size: int) -> str | None:
+        """What would end the engine, or cut the response short in silence."""
+        ids, wanted, bound = request.token_ids, request.sample_params.max_tokens, self._config.max_model_len
+        asked = f"{request.request_id}: {len(ids)} tokens given and {wanted} wanted"
+        if len(ids) < 1 or wanted < 1:
+            return f"{asked}; both must be at least 1"
+        if len(ids) + wanted > bound:
+            return f"{asked} exceed max_model_len {bound}"
+        if ids.min() < 0 or ids.max() >= vocab_size:
+            return f"{asked}, but ids {ids.min()} to {ids.max()} exceed the vocabulary of {vocab_size}"
         return None
 
     def _enter(self, request_id: str) -> int:
@@ -255,10 +252,11 @@ class RolloutWorker:
             try:
                 await asyncio.wait_for(self._drain(self._engine, mode), self._config.pause_timeout_s)
             except TimeoutError as error:
-                waiting = ", ".join(list(self._requests.values())[:5])
+                waiting = (
+                    f"{len(self._requests)} requests to end: {', '.join(list(self._requests.values())[:5])}"
+                )
                 raise WaitTimeoutError(
-                    f"{self._name} waited {self._config.pause_timeout_s:.0f} s for {len(self._requests)} requests "
-                    f"to end: {waiting}"
+                    f"{self._name} waited {self._config.pause_timeout_s:.0f} s for {waiting}"
                 ) from error
 
     async def _drain(self, engine: Engine, mode: Literal["abort", "wait"]) -> None:

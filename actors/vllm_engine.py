@@ -67,6 +67,12 @@ class Engine:
                 worker_extension_cls=f"{WeightExtension.__module__}.{WeightExtension.__qualname__}",
             )
         )
+        self._vocab_size = int(self._llm.model_config.get_vocab_size())
+
+    @property
+    def vocab_size(self) -> int:
+        """A token id from here on would end the engine."""
+        return self._vocab_size
 
     async def prepare(self) -> list[int]:
         """Tie the engine's processes to this one; their ids."""
@@ -176,13 +182,14 @@ def _shared(buckets: Sequence[Bytes]) -> Iterator[list[str]]:
 
 
 def _sampling(params: SampleParams) -> SamplingParams:
-    # No seed: one per request ends the CPU engine. No text: stop tokens are given by id.
+    # No seed: one per request ends the CPU engine. No text, and no stop token but those given by id.
     return SamplingParams(
         max_tokens=params.max_tokens,
         temperature=params.temperature,
         top_p=params.top_p,
         top_k=params.top_k,
         stop_token_ids=list(params.stop_token_ids),
+        ignore_eos=True,
         logprobs=0,
         flat_logprobs=True,
         detokenize=False,

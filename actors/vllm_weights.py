@@ -179,7 +179,7 @@ class WeightExtension:
         return os.getpid(), os.getppid()
 
     def held_weights(self) -> tuple[int, str, bool]:
-        """(version, digest, touched): what the model holds (-1 and "" for nothing), and if it is half loaded."""
+        """(version, digest, touched): what the model holds, or -1 and ""; whether it is half loaded."""
         version, digest = self.weight_transfer_engine.held or (-1, "")
         return version, digest, self.weight_transfer_engine.touched
 

@@ -32,11 +32,13 @@ from typing import TYPE_CHECKING, Any
 from jobs.private_cluster import PrivateCluster
 from raypost.config import Config, load_config
 from raypost.errors import RaypostError, WaitTimeoutError
+from raypost.plan import ClusterResources, bundles, check
 
 if TYPE_CHECKING:
     from ray.job_submission import JobDetails, JobSubmissionClient
 
 ROOT = Path(__file__).resolve().parent.parent
+MACHINE_RESOURCES = ("CPU", "GPU")
 EXIT_REFUSED = 2
 STOP_WAIT_S = 90
 """Time a stopped driver has to save and to report before Ray kills it."""
@@ -52,7 +54,7 @@ def main(argv: list[str] | None = None) -> int:
     try:
         config = _config(args)
         resources = local_resources(config)
-        _check(config, resources)
+        check(config, cluster=ClusterResources([resources]))
     except RaypostError as error:
         print(f"refused: {error}", file=sys.stderr, flush=True)
         return EXIT_REFUSED
@@ -79,14 +81,18 @@ def run_on_private_cluster(
 ) -> int:
     """Run `entrypoint` as a job of a Ray head made for it, with its log on stdout. Returns the exit code.
 
-    `resources` are what the head offers, CPU among them. Where the job fails, Ray's logs are copied into
+    `resources` are what the head offers, CPU and GPU among them. Where the job fails, Ray's logs are copied into
     `logs_dir`, if the job made that folder. Call it from the main thread: it takes over Ctrl-C and SIGTERM.
     """
-    custom = {name: amount for name, amount in resources.items() if name not in ("CPU", "GPU")}
+    custom = {name: amount for name, amount in resources.items() if name not in MACHINE_RESOURCES}
     with Interrupts() as interrupts:
         try:
-            num_cpus = int(resources.get("CPU", 1))
-            with PrivateCluster(num_cpus=num_cpus, resources=custom, dashboard=True) as cluster:
+            with PrivateCluster(
+                num_cpus=int(resources.get("CPU", 1)),
+                num_gpus=int(resources.get("GPU", 0)),
+                resources=custom,
+                dashboard=True,
+            ) as cluster:
                 _say(f"Ray dashboard at {cluster.dashboard_url}, token {cluster.token}")
                 job = _Job(cluster, entrypoint, working_dir, submission_id, stop_wait_s)
                 code = asyncio.run(job.run(interrupts))
@@ -206,7 +212,9 @@ class _Job:
     def _client(self) -> JobSubmissionClient:
         from ray.job_submission import JobSubmissionClient
 
-        logging.getLogger("ray").setLevel(logging.WARNING)
+        # What the client has to say about its own work is for its authors.
+        for handler in logging.getLogger("ray").handlers:
+            handler.setLevel(logging.ERROR)
         headers = {"Authorization": f"Bearer {self._cluster.token}"}
         # A proxy cannot reach loopback.
         for name in ("NO_PROXY", "no_proxy"):
@@ -261,12 +269,12 @@ class _Job:
 
 
 def local_resources(config: Config) -> dict[str, float]:
-    """What a head on this machine offers: its cores, and as much of each custom resource as is asked for."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    offered: dict[str, float] = {"CPU": cores}
-    for role in (config.rollout, config.train):
-        for name, amount in role.resources.items():
-            offered[name] = offered.get(name, 0) + amount * role.num_workers
+    """What a head on this machine offers: what the machine has, and of each custom resource what is asked for."""
+    offered = dict(ClusterResources.of_this_machine().nodes[0])
+    for bundle in bundles(config):
+        for name, amount in bundle.resources.items():
+            if name not in MACHINE_RESOURCES:
+                offered[name] = offered.get(name, 0) + amount
     return offered
 
 
@@ -278,14 +286,6 @@ def _config(args: argparse.Namespace) -> Config:
     base = config.name if "name" in config.model_fields_set else args.config.stem
     stamp = f"{time.strftime('%Y%m%d-%H%M%S')}-{secrets.token_hex(2)}"
     return load_config(args.config, [*overrides, f"name={base}-{stamp}"])
-
-
-def _check(config: Config, resources: dict[str, float]) -> None:
-    from raypost import plan
-
-    # How many GPUs there are is Ray's to find out; the job checks again, on the cluster itself.
-    on_cpu = config.device == "cpu"
-    plan.check(config, cluster=plan.ClusterResources([resources]) if on_cpu else None)
 
 
 def _keep_logs(cluster: PrivateCluster, folder: Path | None) -> None:

@@ -1,354 +1,214 @@
 """Config -> Roles: starts every actor, joins them by handles, and takes down what it started.
 
-Owns the order of starting and ending, and the deadlines of calls the driver makes. Owns no step logic: that
-is the job's own screen. Whatever happens inside `spawn`, the report is written before the actors go.
+Owns the order of starting and ending. Engines and ranks start at the same time, since both take long.
+Whatever happens inside `spawn`, the report is written before the actors go.
 """
 
 from __future__ import annotations
 
 import asyncio
-import logging
 import time
-from collections.abc import AsyncIterator, Iterable
-from contextlib import AsyncExitStack, asynccontextmanager
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 import ray
 from ray.actor import ActorHandle
-from ray.util.placement_group import remove_placement_group
+from ray.util.placement_group import PlacementGroup, remove_placement_group
 
-from actors import (
-    agent_loop,
-    evaluator,
-    judge,
-    placement,
-    producer,
-    replay_buffer,
-    rollout_controller,
-    rollout_worker,
-    telemetry,
-    trainer,
-    weight_broadcaster,
-)
+from actors import placement
+from actors.agent_loop import AgentLoopPool, AgentLoopWorker
+from actors.evaluator import Evaluator
+from actors.judge import JudgeWorker
+from actors.producer import ProducerActor
 from actors.remote import Remote, RemotePool, within
+from actors.replay_buffer import ReplayBufferActor
+from actors.rollout_controller import RolloutController
+from actors.rollout_worker import EngineConfig, RolloutWorker
+from actors.telemetry import Telemetry
+from actors.trainer import CONCURRENCY_GROUPS, TrainerGroup, TrainerWorker
+from actors.weight_broadcaster import WeightBroadcaster
+from jobs.roles import Roles
 from raypost import plan
 from raypost.checkpoint import CheckpointDir
 from raypost.config import Config
 from raypost.display import Progress
 from raypost.models import resolve_model
-from raypost.types import GroupCounts, ProduceBatchStatus
-
-log = logging.getLogger(__name__)
 
 CALL_TIMEOUT_S = 60.0
-"""Deadline of small control calls."""
+"""Deadline of small calls between roles."""
 CANARY_TOKENS = 16
-
-
-@dataclass
-class Roles:
-    """The roles of one run, as the driver's loop sees them."""
-
-    cfg: Config
-    stop: asyncio.Event
-    display: Progress
-    checkpoints: CheckpointDir
-    trainer: trainer.TrainerGroup
-    broadcaster: Remote
-    producer: Remote
-    evaluator: Remote
-    telemetry: Remote
-    producer_handle: ActorHandle
-    sync_s: float = 0.0
-    held_out: float | None = None
-    step: int = 0
-    tasks: list[asyncio.Task[None]] = field(default_factory=list)
-
-    def finished(self, step: int) -> bool:
-        """Whether the loop ends after `step`: all steps done, or a stop was asked for."""
-        return step >= self.cfg.train.num_steps or self.stop.is_set()
-
-    def produce(self) -> asyncio.Task[None]:
-        """Start production; the task ends only by raising."""
-
-        async def run() -> None:
-            await self.producer_handle.run.remote()
-
-        task = asyncio.create_task(run(), name="production")
-        self.tasks.append(task)
-        return task
-
-    async def take_batch(self, step: int) -> tuple[Any, ray.ObjectRef | None]:
-        """(TakeStatus, ref of the batch) of `step`; the ref is None when there is none, also on a stop."""
-        rollout = self.cfg.rollout
-        timeout_s = rollout.request_timeout_s + rollout.start_timeout_s
-        status_ref, batch_ref = self.producer_handle.take_batch.remote(step)
-        stopping = asyncio.ensure_future(self.stop.wait())
-        taking = asyncio.ensure_future(within(status_ref, timeout_s, f"the producer to collect batch {step}"))
-        try:
-            await asyncio.wait({taking, stopping}, return_when=asyncio.FIRST_COMPLETED)
-            if not taking.done():
-                ray.cancel(status_ref)
-                return None, None
-            status = taking.result()
-            return status, batch_ref if status.num_groups else None
-        finally:
-            stopping.cancel()
-            taking.cancel()
-
-    async def restore(self) -> int:
-        """Continue from the run folder's last checkpoint; the step it was saved after, 0 without one."""
-        found = self.checkpoints.latest()
-        if found is None:
-            return 0
-        step, path = found
-        await asyncio.gather(self.trainer.load(path), self.producer.load(str(path)))
-        self.display.phase(f"continuing after step {step} from {path}")
-        self.step = step
-        return step
-
-    async def broadcast(self, version: int) -> None:
-        """Bring `version` into every rollout worker, verified."""
-        report = await self.broadcaster.broadcast(version)
-        self.sync_s = report.seconds
-        await self.telemetry.log_sync(report)
-
-    async def save(self, step: int) -> None:
-        """Write one checkpoint of the whole run. Production must be paused."""
-        folder = self.checkpoints.begin(step)
-        await asyncio.gather(self.trainer.save(folder), self.producer.save(str(folder)))
-        self.checkpoints.commit(step)
-
-    async def evaluate(self, step: int) -> None:
-        """Score held-out problems with the version of `step`. Production must be paused."""
-        if self.cfg.eval.num_prompts == 0:
-            return
-        scores = await self.evaluator.evaluate(step)
-        self.held_out = scores.get("held_out", self.held_out)
-        self.display.evaluated(step, scores)
-        await self.telemetry.log_eval(step, scores)
-
-    async def log(self, step: int, status: Any, metrics: dict[str, float]) -> None:
-        """Record one train step and show it."""
-        self.step = step
-        record = {**metrics, **_production_metrics(status), "sync_s": self.sync_s}
-        if self.held_out is not None:
-            record["held_out"] = self.held_out
-        self.display.step(step, record)
-        await self.telemetry.log(step, record)
-
-
-def _production_metrics(status: Any) -> dict[str, Any]:
-    produced, staleness = status.metrics, status.staleness
-    record: dict[str, Any] = {
-        "staleness": list(staleness),
-        "staleness_max": max(staleness, default=0),
-        "staleness_mean": float(np.mean(staleness)) if staleness else 0.0,
-        "buffer_groups": status.buffered,
-        "take_wait_s": status.wait_s,
-        "produced_samples": produced.produced_samples,
-        "produced_tokens": produced.produced_tokens,
-        "failed_samples": produced.failed_samples,
-        "filtered_samples": produced.filtered_samples,
-        "expired_groups": produced.expired_groups,
-        "expired_tokens_mean": produced.expired_tokens_mean,
-        "pause_s": produced.pause_s,
-        "expired_batch": status.status == ProduceBatchStatus.EXPIRED_BATCH,
-    }
-    if produced.raw_rewards_count:
-        record["raw_reward_mean"] = produced.raw_rewards_sum / produced.raw_rewards_count
-    return record
+WATCHED = ("rollout-controller", "producer", "weight-broadcaster", "evaluator", "trainer-")
+"""Names of the actors that telemetry asks for spans, statistics and counts."""
 
 
 @asynccontextmanager
 async def spawn(cfg: Config, stop: asyncio.Event) -> AsyncIterator[Roles]:
     """Start all roles of separated placement; on leaving, write the report and end them."""
     display = Progress(cfg)
-    async with AsyncExitStack() as stack:
-        handles: list[ActorHandle] = []
-        stack.callback(_kill, handles)
-        model_path = await _prepare_model(cfg, display)
-        workers = _spawn_rollout(cfg, model_path, handles)
-        controller_handle = placement.spawn(
-            rollout_controller.RolloutController,
-            workers,
-            cfg.rollout,
-            cfg.sync.timeout_s,
-            name="rollout-controller",
-        )
-        handles.append(controller_handle)
-        controller = Remote(controller_handle, "rollout-controller", cfg.sync.timeout_s)
-        started = asyncio.create_task(_start_engines(cfg, controller_handle, display), name="start engines")
-        group = await _spawn_trainer(cfg, model_path, handles, stack, display)
-        roles = await _spawn_light(
-            cfg, stop, display, model_path, controller_handle, controller, group, handles
-        )
-        await started
+    cast = _Cast(cfg)
+    try:
+        roles = await _start(cast, stop, display)
         try:
             yield roles
         except BaseException as error:
-            await _finish(roles, "failed", f"{type(error).__name__}: {error}")
+            cause = getattr(error, "cause", None) or error
+            await roles.finish("failed", f"{type(cause).__name__}: {cause}")
             raise
-        else:
-            await _finish(roles, "stopped" if roles.stop.is_set() else "finished", None)
-        finally:
-            for task in roles.tasks:
-                task.cancel()
-            await asyncio.gather(controller.shutdown(), return_exceptions=True)
+        await roles.finish("stopped" if stop.is_set() else "finished", None)
+    finally:
+        display.close()
+        await cast.end()
+
+
+@dataclass
+class _Cast:
+    """What was started so far."""
+
+    cfg: Config
+    handles: dict[str, ActorHandle] = field(default_factory=dict)
+    gangs: list[PlacementGroup] = field(default_factory=list)
+    controller: Remote | None = None
+
+    def add(self, cls: type, *args: Any, name: str, **options: Any) -> ActorHandle:
+        """Spawn one actor and remember to end it."""
+        self.handles[name] = placement.spawn(cls, *args, name=name, **options)
+        return self.handles[name]
+
+    async def end(self) -> None:
+        """Ask the engines to end, then end all actors and give their resources back."""
+        if self.controller is not None:
+            await asyncio.gather(self.controller.shutdown(), return_exceptions=True)
+        for handle in self.handles.values():
+            ray.kill(handle)
+        for gang in self.gangs:
+            remove_placement_group(gang)
+
+
+async def _start(cast: _Cast, stop: asyncio.Event, display: Progress) -> Roles:
+    cfg = cast.cfg
+    model_path = await _prepare_model(cfg, display)
+    controller = _spawn_pool(cast, model_path)
+    cast.controller = Remote(controller, "rollout-controller", cfg.sync.timeout_s)
+    trainer = TrainerGroup(await _spawn_ranks(cast, model_path), cfg)
+    roles = _spawn_light(cast, stop, display, model_path, controller, trainer)
+    await asyncio.gather(
+        _timed(display, "rollout workers", controller.start.remote(), cfg.rollout.start_timeout_s),
+        _timed(display, "trainer ranks", trainer.start(), cfg.train.step_timeout_s),
+    )
+    return roles
+
+
+async def _timed(display: Progress, what: str, starting: Any, timeout_s: float) -> None:
+    start = time.monotonic()
+    infos = await within(starting, timeout_s + CALL_TIMEOUT_S, f"the {what} to start")
+    display.phase(f"{what}: {len(infos)} ready in {time.monotonic() - start:.1f} s")
 
 
 async def _prepare_model(cfg: Config, display: Progress) -> str:
     """The model as a local folder, made or converted in a task of its own so that the driver stays small."""
     start = time.monotonic()
-    prepare = ray.remote(resolve_model).options(num_cpus=0, name="prepare-model")
-    ref = prepare.remote(cfg.model, cfg.seed, cfg.model.cache_dir.expanduser())
+    display.phase(f"preparing model {cfg.model.name}")
+    prepare = ray.remote(num_cpus=0)(resolve_model)
+    ref = prepare.options(name="prepare-model").remote(cfg.model, cfg.seed, cfg.model.cache_dir.expanduser())
     path = await within(ref, cfg.train.step_timeout_s, f"model {cfg.model.name} to be prepared")
-    display.phase(f"model {cfg.model.name} ready in {time.monotonic() - start:.1f} s")
+    display.phase(f"model {cfg.model.name} is ready after {time.monotonic() - start:.1f} s")
     return str(path)
 
 
-def _spawn_rollout(cfg: Config, model_path: str, handles: list[ActorHandle]) -> dict[str, ActorHandle]:
+def _spawn_pool(cast: _Cast, model_path: str) -> ActorHandle:
+    cfg = cast.cfg
     workers = {}
     for n, bundle in enumerate(b for b in plan.bundles(cfg) if b.role == "rollout_worker"):
-        workers[bundle.name] = placement.spawn(
-            rollout_worker.RolloutWorker,
+        workers[bundle.name] = cast.add(
+            RolloutWorker,
             bundle.name,
             model_path,
-            rollout_worker.EngineConfig.of(cfg),
+            EngineConfig.of(cfg),
             n,
             name=bundle.name,
             resources=bundle.resources,
             max_restarts=-1,
         )
-    handles.extend(workers.values())
-    return workers
+    return cast.add(RolloutController, workers, cfg.rollout, cfg.sync.timeout_s, name="rollout-controller")
 
 
-async def _start_engines(cfg: Config, controller: ActorHandle, display: Progress) -> None:
-    start = time.monotonic()
-    count = cfg.rollout.num_workers
-    await within(
-        controller.start.remote(), cfg.rollout.start_timeout_s + CALL_TIMEOUT_S, f"{count} engines to start"
-    )
-    display.phase(f"{count} rollout worker{'s' * (count > 1)} ready in {time.monotonic() - start:.1f} s")
-
-
-async def _spawn_trainer(
-    cfg: Config, model_path: str, handles: list[ActorHandle], stack: AsyncExitStack, display: Progress
-) -> trainer.TrainerGroup:
-    start = time.monotonic()
+async def _spawn_ranks(cast: _Cast, model_path: str) -> list[ActorHandle]:
+    cfg = cast.cfg
     bundles = [b for b in plan.bundles(cfg) if b.role == "trainer_worker"]
     gang = await placement.reserve([b.resources for b in bundles], "trainer", cfg.rollout.start_timeout_s)
-    stack.callback(remove_placement_group, gang)
-    ranks = [
-        placement.spawn(
-            trainer.TrainerWorker,
+    cast.gangs.append(gang)
+    return [
+        cast.add(
+            TrainerWorker,
             cfg,
             model_path,
             rank,
-            len(bundles),
             name=bundle.name,
             resources=bundle.resources,
+            concurrency_groups=CONCURRENCY_GROUPS,
             group=gang,
             bundle=rank,
         )
         for rank, bundle in enumerate(bundles)
     ]
-    handles.extend(ranks)
-    group = trainer.TrainerGroup(cfg, ranks)
-    await group.start()
-    display.phase(
-        f"{len(ranks)} trainer rank{'s' * (len(ranks) > 1)} ready in {time.monotonic() - start:.1f} s"
-    )
-    return group
 
 
-async def _spawn_light(
-    cfg: Config,
-    stop: asyncio.Event,
-    display: Progress,
-    model_path: str,
-    controller_handle: ActorHandle,
-    controller: Remote,
-    group: trainer.TrainerGroup,
-    handles: list[ActorHandle],
-) -> Roles:
-    """The roles that need no device of their own."""
-
-    def light(cls: type, *args: Any, name: str, **options: Any) -> ActorHandle:
-        handle = placement.spawn(cls, *args, name=name, **options)
-        handles.append(handle)
-        return handle
-
-    request_s = cfg.rollout.request_timeout_s
+def _spawn_agents(cast: _Cast, model_path: str, controller: ActorHandle) -> AgentLoopPool:
+    cfg = cast.cfg
+    request_s = cfg.rollout.request_timeout_s + CALL_TIMEOUT_S
     judges = [
-        light(judge.JudgeWorker, f"judge-{n}", cfg.tasks, name=f"judge-{n}", max_restarts=-1)
+        cast.add(JudgeWorker, f"judge-{n}", cfg.tasks, name=f"judge-{n}", max_restarts=-1)
         for n in range(cfg.rollout.judge_workers)
     ]
+    generator = Remote(controller, "rollout-controller", request_s)
+    judge = RemotePool(judges, "judge", cfg.rollout.request_timeout_s)
     loops = [
-        light(
-            agent_loop.AgentLoopWorker,
-            f"agent-loop-{n}",
-            cfg,
-            model_path,
-            Remote(controller_handle, "rollout-controller", request_s + CALL_TIMEOUT_S),
-            RemotePool(judges, "judge", request_s),
-            name=f"agent-loop-{n}",
+        cast.add(
+            AgentLoopWorker, f"agent-loop-{n}", cfg, model_path, generator, judge, name=f"agent-loop-{n}",
             max_restarts=-1,
         )
         for n in range(cfg.rollout.agent_workers)
-    ]
-    pool = agent_loop.AgentLoopPool(RemotePool(loops, "agent-loop", 2 * request_s + CALL_TIMEOUT_S))
-    buffer = light(replay_buffer.ReplayBufferActor, plan.task_limits(cfg), name="replay-buffer")
-    producer_handle = light(
-        producer.ProducerActor,
-        cfg,
-        model_path,
-        pool,
-        Remote(buffer, "replay-buffer", CALL_TIMEOUT_S),
-        controller,
-        name="producer",
-    )
+    ]  # fmt: skip
+    return AgentLoopPool(RemotePool(loops, "agent-loop", 2 * request_s))
+
+
+def _spawn_light(
+    cast: _Cast,
+    stop: asyncio.Event,
+    display: Progress,
+    model_path: str,
+    controller: ActorHandle,
+    trainer: TrainerGroup,
+) -> Roles:
+    """The roles that need no device of their own."""
+    cfg = cast.cfg
+    control = cast.controller
+    assert control is not None, "the pool is spawned first"
+    agents = _spawn_agents(cast, model_path, controller)
+    buffer = cast.add(ReplayBufferActor, plan.task_limits(cfg), name="replay-buffer")
+    store = Remote(buffer, "replay-buffer", CALL_TIMEOUT_S)
+    producer = cast.add(ProducerActor, cfg, model_path, agents, store, control, name="producer")
     canary_ids = np.arange(1, CANARY_TOKENS + 1, dtype=np.int32)
-    broadcaster = light(
-        weight_broadcaster.WeightBroadcaster,
-        group,
-        controller,
-        cfg.sync,
-        canary_ids,
-        name="weight-broadcaster",
+    broadcaster = cast.add(
+        WeightBroadcaster, trainer, control, cfg.sync, canary_ids, name="weight-broadcaster"
     )
-    evaluation = light(evaluator.Evaluator, cfg, model_path, pool, controller, name="evaluator")
-    spanned = {"rollout": controller_handle, "producer": producer_handle, "broadcaster": broadcaster}
-    spanned |= {"evaluator": evaluation} | {f"trainer-{n}": rank for n, rank in enumerate(group.workers)}
-    recorder = light(telemetry.Telemetry, cfg, spanned, name="telemetry")
+    evaluator = cast.add(Evaluator, cfg, model_path, agents, control, name="evaluator")
+    watched = {name: handle for name, handle in cast.handles.items() if name.startswith(WATCHED)}
+    telemetry = cast.add(Telemetry, cfg, watched, name="telemetry")
+    fingerprint = {"config": plan.fingerprint(cfg)}
     return Roles(
         cfg=cfg,
         stop=stop,
         display=display,
-        checkpoints=CheckpointDir(cfg.run_dir / "checkpoints", cfg.checkpoint.keep, plan.fingerprint(cfg)),
-        trainer=group,
+        checkpoints=CheckpointDir(cfg.run_dir / "checkpoints", cfg.checkpoint.keep, fingerprint),
+        trainer=trainer,
+        controller=control,
         broadcaster=Remote(broadcaster, "weight-broadcaster", cfg.sync.timeout_s + cfg.train.step_timeout_s),
-        producer=Remote(producer_handle, "producer", cfg.rollout.pause_timeout_s + 2 * CALL_TIMEOUT_S),
-        evaluator=Remote(evaluation, "evaluator", cfg.eval.timeout_s),
-        telemetry=Remote(recorder, "telemetry", CALL_TIMEOUT_S),
-        producer_handle=producer_handle,
+        producer=Remote(producer, "producer", cfg.rollout.pause_timeout_s + 2 * CALL_TIMEOUT_S),
+        evaluator=Remote(evaluator, "evaluator", cfg.eval.timeout_s),
+        telemetry=Remote(telemetry, "telemetry", CALL_TIMEOUT_S),
+        producer_handle=producer,
     )
-
-
-async def _finish(roles: Roles, status: str, error: str | None) -> None:
-    """Write the report, whatever state the roles are in; a role that does not answer is named in the log."""
-    try:
-        counts = await within(roles.producer.counts(), CALL_TIMEOUT_S, "the producer's counts")
-    except Exception as cause:  # the run is over: what it measured must reach the disk without the producer
-        log.warning("no final counts: %s", cause)
-        counts = GroupCounts()
-    report = await roles.telemetry.finish(status, error, counts)
-    roles.display.finish(report, roles.cfg.run_dir)
-
-
-def _kill(handles: Iterable[ActorHandle]) -> None:
-    for handle in handles:
-        ray.kill(handle)

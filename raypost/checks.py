@@ -18,7 +18,7 @@ from typing import Any
 from raypost.config import Config, TaskConfig, load_config
 from raypost.datasets import build_source, held_out, render
 from raypost.errors import ConfigError
-from raypost.models import check_model
+from raypost.models import SMOLLM2, TINY, check_model
 from raypost.tokenizer import Tokenizer
 
 CONFIG_FILE = "config.yaml"
@@ -46,22 +46,18 @@ def _problem(action: Callable[[], object]) -> list[str]:
 def model_problems(config: Config) -> list[str]:
     """A model that is missing, that the run does not fit, or whose tokenizer cannot end a response."""
     problems = _problem(lambda: check_model(config.model))
-    folder = Path(config.model.name).expanduser()
+    folder = _local_folder(config)
     if config.rollout.tensor_parallel_size > 1 and config.device == "cpu":
         problems.append(
             f"rollout.tensor_parallel_size is {config.rollout.tensor_parallel_size}, but device is cpu, "
             "where an engine is one process: use 1"
         )
-    if problems or not folder.is_dir():
+    if problems or folder is None:
         return problems
-    problems += _fit_problems(config, json.loads((folder / "config.json").read_text()))
     try:
-        tokenizer = Tokenizer.load(folder)
-    except ConfigError as error:
-        return [*problems, str(error)]
-    for task in config.tasks:
-        if task.chat:
-            problems += _problem(lambda: tokenizer.chat([{"role": "user", "content": "?"}]))
+        problems += _fit_problems(config, json.loads((folder / "config.json").read_text()))
+    except ValueError as error:
+        problems.append(f"{folder / 'config.json'} is no JSON: {error}")
     return problems
 
 
@@ -142,11 +138,18 @@ def _prompt_problems(task: TaskConfig, config: Config, tokenizer: Tokenizer | No
 
 
 def _local_tokenizer(config: Config) -> Tokenizer | None:
-    """The model's tokenizer where it is on this machine and whole; what is wrong with it is said elsewhere."""
+    """The model's tokenizer, if it is on this machine and whole; what is wrong with it is said elsewhere."""
+    folder = _local_folder(config)
     try:
-        return Tokenizer.load(Path(config.model.name).expanduser())
+        return Tokenizer.load(folder) if folder else None
     except ConfigError:
         return None
+
+
+def _local_folder(config: Config) -> Path | None:
+    """The model's folder where the configuration names one, not a model that raypost makes, nor a hub id."""
+    folder = Path(config.model.name).expanduser()
+    return folder if config.model.name not in (TINY, SMOLLM2) and folder.is_dir() else None
 
 
 def run_dir_problems(config: Config) -> list[str]:

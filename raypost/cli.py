@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shlex
 import subprocess
 import sys
 from collections import deque
@@ -103,7 +104,7 @@ def submit(
     """Submit the main job to a running cluster, with this folder as its working directory."""
     with _refusals():
         command = _submit_command(config, address, overrides or [], submission_id, env or [], no_wait)
-    print("running:", " ".join(command[2:]), flush=True)
+    print("running: ray", shlex.join(command[3:]), flush=True)
     try:
         code = subprocess.run(command, check=False).returncode
     except KeyboardInterrupt:
@@ -198,11 +199,11 @@ def _show_plan(config: Config, cluster: ClusterResources | None) -> None:
     for row in found.placement:
         table.add_row(row.role, row.actors, str(row.count), row.resources, row.nodes)
     console.print(table)
-    table = Table(
-        "task", "strategy", "expired from", "meaning", title="Staleness bound", title_justify="left"
-    )
+    columns = ("task", "strategy", "expired from", "which is", "oldest trained", "what is older")
+    table = Table(*columns, title="Staleness bound", title_justify="left")
     for bound in found.staleness:
-        table.add_row(bound.task, bound.strategy, f"{bound.threshold} step(s)", escape(bound.meaning))
+        steps = f"staleness {bound.threshold}"
+        table.add_row(bound.task, bound.strategy, steps, bound.rule, bound.oldest, bound.beyond)
     console.print(table)
     table = Table(title="Batch arithmetic", show_header=False, title_justify="left")
     for name, value in found.batch:
@@ -274,7 +275,9 @@ def _environment(pairs: list[str]) -> dict[str, str]:
 
 
 def _require_run(run_dir: Path) -> None:
-    if not (run_dir / "config.yaml").is_file():
+    from raypost.report import files
+
+    if not (run_dir / files.CONFIG).is_file():
         raise ConfigError(f"{run_dir} holds no run (no config.yaml): give the folder that a run wrote")
 
 

@@ -262,6 +262,11 @@ class Config(_Model):
         """Longest prompt and response together, tokens."""
         return max(task.max_prompt_tokens + task.max_tokens for task in self.tasks)
 
+    @property
+    def take_timeout_s(self) -> float:
+        """Longest time a batch may take to collect: a generation, and an engine's restart before it."""
+        return self.rollout.request_timeout_s + self.rollout.start_timeout_s
+
     def sync_due(self, step: int) -> bool:
         """Whether weights are synced after `step`; always after the last."""
         return step % self.sync.sync_weights_interval == 0 or step >= self.train.num_steps

@@ -60,7 +60,7 @@ class ProduceContext:
         retryable: tuple[type[BaseException], ...] = (),
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`retryable` are the errors that mean "the hosting process died": the group is dispatched again."""
+        """`retryable` errors mean "the process that ran the group died": it is dispatched again."""
         self.tasks = {task.config.name: task for task in tasks}
         self.buffer, self.ledger, self.batch_size, self.clock = buffer, ledger, batch_size, clock
         self.retryable = retryable
@@ -92,6 +92,12 @@ class ProduceContext:
         """Production cannot go on; the first failure is the one that is raised."""
         if self.failure is None:
             self.failure = error
+            self.pending.changed.notify()
+
+    def set_status(self, status: ProduceBatchStatus) -> None:
+        """Production's status; a consumer that waits looks again when it changes."""
+        if status is not self.status:
+            self.status = status
             self.pending.changed.notify()
 
     def raise_failure(self) -> None:
@@ -244,8 +250,8 @@ class ProduceContext:
         if self._failed_in_a_row >= limit:
             self.fail(
                 ProductionError(
-                    f"{self._failed_in_a_row} groups in a row failed (bound {limit}), the last, {key}, with: {why}; "
-                    f"fix the agent loop, judge or engine; {self.describe()}"
+                    f"{self._failed_in_a_row} groups in a row failed (bound {limit}), the last, {key}, with: "
+                    f"{why}; fix the agent loop, judge or engine; {self.describe()}"
                 )
             )
 
@@ -267,8 +273,6 @@ class ProduceContext:
                 state.status = Status.ABORTED
                 state.num_aborts += entry.put_back
         group = Group(task=entry.key[0], group_id=entry.key[1], states=states)
-        if group.status is Status.COMPLETED:
-            states[0].status = Status.ABORTED
         result = await self.buffer.put(pack_groups([group]), self.progress.next_consumer_step)
         if result.stored:
             self.ledger.stored(entry.key, result.status, put_back=True)
@@ -280,7 +284,10 @@ class ProduceContext:
 
     async def refresh(self, train_step: int) -> None:
         """Age the buffer at `train_step` and account for what expired. Lock held."""
-        for expired in await self.buffer.refresh(train_step):
+        gone = await self.buffer.refresh(train_step)
+        if gone:
+            self.pending.changed.notify()
+        for expired in gone:
             self.progress.count_expired(expired.mean_tokens)
             if expired.stored:
                 self.ledger.stored(expired.key, Status.EXPIRED)

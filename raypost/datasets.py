@@ -152,7 +152,9 @@ def gym_dataset(source: SourceConfig, seed: int, part: int) -> Any:
     from reasoning_gym.factory import DATASETS, create_dataset
 
     if source.dataset not in DATASETS:
-        raise ConfigError(f"reasoning-gym has no dataset {source.dataset!r}: see reasoning_gym.factory.DATASETS")
+        raise ConfigError(
+            f"reasoning-gym has no dataset {source.dataset!r}: see reasoning_gym.factory.DATASETS"
+        )
     mixed = hashlib.blake2b(f"{seed}/{part}".encode(), digest_size=8).digest()
     gym_seed = int.from_bytes(mixed, "big") % _SEED_SPACE
     try:

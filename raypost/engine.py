@@ -66,7 +66,8 @@ class TrainEngine:
     def __init__(self, config: Config, model_path: str, rank: int, world_size: int) -> None:
         self._config, self._train = config, config.train
         self._model_path, self._rank, self._world_size = model_path, rank, world_size
-        self._step, self._metrics, self._skipped_steps = 0, {}, 0
+        self._step, self._skipped_steps = 0, 0
+        self._metrics: dict[str, float] = {}
         self._device = torch.device(config.device)
         if config.device == "cpu":
             torch.set_num_threads(self._train.threads)

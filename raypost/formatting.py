@@ -16,7 +16,13 @@ def number(value: float | None, digits: int = 3) -> str:
     if 1e-3 <= abs(value) < 1e5:
         decimals = max(0, digits - 1 - math.floor(math.log10(abs(value))))
         return f"{value:,.{decimals}f}"
-    return f"{value:.{digits - 2}e}"
+    mantissa, exponent = f"{value:.{max(0, digits - 1)}e}".split("e")
+    return f"{mantissa}e{int(exponent)}"
+
+
+def count(value: int | None) -> str:
+    """With commas between thousands."""
+    return MISSING if value is None else f"{value:,}"
 
 
 def seconds(value: float | None) -> str:
@@ -33,6 +39,15 @@ def seconds(value: float | None) -> str:
     if whole < 3600:
         return f"{whole // 60} min {whole % 60:02d} s"
     return f"{whole // 3600} h {whole % 3600 // 60:02d} min"
+
+
+def clock(value: float | None) -> str:
+    """0:05, 3:12, 2:05:00."""
+    if value is None or not math.isfinite(value):
+        return MISSING
+    whole = max(0, round(value))
+    minutes = f"{whole // 60 % 60:02d}" if whole >= 3600 else f"{whole // 60}"
+    return (f"{whole // 3600}:" if whole >= 3600 else "") + f"{minutes}:{whole % 60:02d}"
 
 
 def percent(fraction: float | None) -> str:
@@ -53,6 +68,11 @@ def size(nbytes: float | None) -> str:
 def change(before: float | None, after: float | None) -> str:
     """+0.56, or nothing unless both are known."""
     return "" if before is None or after is None else f"{after - before:+.2f}"
+
+
+def moment(iso: str) -> str:
+    """An ISO time in UTC, to the minute."""
+    return iso[:16].replace("T", " ") + " UTC"
 
 
 def score(value: float | None) -> str:

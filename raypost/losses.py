@@ -75,12 +75,13 @@ class _ChosenLogprobs(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, logits_TV: Tensor, targets_T: Tensor, temperatures_T: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[no-untyped-def]
-        log_p_TV = logits_TV.float() / temperatures_T[:, None]
+        wide = torch.promote_types(logits_TV.dtype, torch.float32)
+        log_p_TV = logits_TV.to(wide) / temperatures_T[:, None]
         log_p_TV -= log_p_TV.logsumexp(-1, keepdim=True)
         chosen_T = log_p_TV.gather(-1, targets_T[:, None]).squeeze(-1)
         p_TV = log_p_TV.exp()
         # A token that cannot occur has logprob -inf and adds 0 to the entropy, not NaN.
-        log_p_TV.clamp_(min=torch.finfo(torch.float32).min)
+        log_p_TV.clamp_(min=torch.finfo(wide).min)
         entropy_T = -torch.bmm(p_TV[:, None], log_p_TV[:, :, None]).view(-1)
         ctx.save_for_backward(p_TV, targets_T, temperatures_T)
         ctx.mark_non_differentiable(entropy_T)
@@ -98,7 +99,7 @@ class _ChosenLogprobs(torch.autograd.Function):
 
 
 def chosen_logprobs(logits_TV: Tensor, targets_T: Tensor, temperatures_T: Tensor) -> tuple[Tensor, Tensor]:
-    """Logprob of each target under softmax(logits / temperature), and the entropy in nats; float32 both.
+    """Logprob of each target under softmax(logits / temperature), and the entropy in nats; float32 or wider.
 
     logits_TV, targets_T int64, temperatures_T > 0 -> logprobs_T with gradient, entropy_T without.
     """

@@ -20,6 +20,8 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from raypost.config import Config
+from raypost.staleness import stale_threshold
 from raypost.types import Span
 
 ROLLOUT, TRAIN, SYNC, EVALUATE = "rollout", "train", "sync", "evaluate"
@@ -247,6 +249,15 @@ def staleness_histogram(batches: Iterable[Iterable[int]]) -> dict[int, int]:
     """Trained groups by staleness, in steps: every value from 0 to the largest, also those that are empty."""
     counts = Counter(int(value) for batch in batches for value in batch)
     return {value: counts[value] for value in range(max(counts, default=-1) + 1)}
+
+
+def staleness_bound(config: Config) -> int:
+    """Largest staleness in train steps at which any task's groups may still be trained."""
+    interval, bounds = config.sync.sync_weights_interval, []
+    for task in config.tasks:
+        max_staleness = task.strategy.max_staleness if task.strategy.kind == "async" else 0
+        bounds.append(stale_threshold(max_staleness, interval) - 1)
+    return max(bounds)
 
 
 def median(values: Iterable[float]) -> float | None:

@@ -34,7 +34,9 @@ def check_model(model: ModelConfig) -> None:
         tiny.TinyRecipe.from_options(model.options)
         return
     if model.options:
-        raise ConfigError(f"model.options {sorted(model.options)} belong to the model 'tiny', not {model.name!r}")
+        raise ConfigError(
+            f"model.options {sorted(model.options)} belong to the model 'tiny', not {model.name!r}"
+        )
     if model.name == SMOLLM2:
         # A converted copy is enough; without one the weights must come out of the installed package.
         if not _smollm2_folder(model.cache_dir).is_dir():

@@ -111,7 +111,8 @@ def _group_samples(group: Group, advantage: str, left_out: list[str]) -> list[Sa
     if len(states) < 2:
         left_out.append(f"group {group.key}: {len(states)} trainable of {len(group.states)}, 2 are needed")
         return []
-    advantages = group_advantages(advantage, [state.reward for state in states], [len(states)])
+    rewards = np.asarray([state.reward for state in states], np.float64)
+    advantages = group_advantages(advantage, rewards, [len(states)])
     return [Sample(state, float(value)) for state, value in zip(states, advantages, strict=True)]
 
 

@@ -9,17 +9,16 @@ from __future__ import annotations
 
 import hashlib
 import json
-import math
 from dataclasses import dataclass
 from pathlib import Path
 
 from raypost.checks import CONFIG_FILE, identity, model_problems, run_dir_problems, source_problems
-from raypost.config import Config, StrategyConfig, TaskConfig
+from raypost.config import Config, TaskConfig
 from raypost.errors import ClusterError, ConfigError
 from raypost.progress import allocate
 from raypost.protocols import TaskLimits
 from raypost.resources import Bundle, ClusterResources, bundles, describe, name_problems, place, shortages
-from raypost.staleness import stale_threshold
+from raypost.strategy import AsyncProduceStrategy, build_strategy, oversample_budget
 
 __all__ = ["Bundle", "ClusterResources", "Plan", "bundles", "check", "fingerprint", "task_limits"]
 
@@ -42,7 +41,12 @@ class Bound:
     task: str
     strategy: str
     threshold: int
-    meaning: str
+    rule: str
+    """How the threshold comes about."""
+    oldest: str
+    """The oldest data that is trained."""
+    beyond: str
+    """What becomes of older data."""
 
 
 @dataclass(slots=True, kw_only=True, frozen=True)
@@ -94,19 +98,11 @@ def fingerprint(config: Config) -> str:
 
 def task_limits(config: Config) -> dict[str, TaskLimits]:
     """How the replay buffer ages each task's groups."""
-    return {
-        task.name: TaskLimits(_threshold(task.strategy, config), retry=_retries(task.strategy))
-        for task in config.tasks
-    }
+    return {task.name: _strategy(task, config).limits for task in config.tasks}
 
 
-def _threshold(strategy: StrategyConfig, config: Config) -> int:
-    max_staleness = strategy.max_staleness if strategy.kind == "async" else 0
-    return stale_threshold(max_staleness, config.sync.sync_weights_interval)
-
-
-def _retries(strategy: StrategyConfig) -> bool:
-    return strategy.kind == "async" and strategy.tail_batch_trigger_size >= 0
+def _strategy(task: TaskConfig, config: Config) -> AsyncProduceStrategy:
+    return build_strategy(task.strategy, config.sync.sync_weights_interval)
 
 
 def _placement(config: Config, homes: dict[str, str]) -> list[Placement]:
@@ -126,26 +122,23 @@ def _placement(config: Config, homes: dict[str, str]) -> list[Placement]:
 
 
 def _bound(task: TaskConfig, config: Config) -> Bound:
-    threshold, interval = _threshold(task.strategy, config), config.sync.sync_weights_interval
-    periods = (
-        f"(max_staleness {threshold // interval - 1} + 1) x sync_weights_interval {interval} = {threshold}"
-    )
-    oldest = (
-        "every token is on-policy" if threshold == 1 else f"trained data is at most {threshold - 1} steps old"
-    )
-    expired = "generated again" if _retries(task.strategy) else "dropped"
+    limits, interval = _strategy(task, config).limits, config.sync.sync_weights_interval
+    threshold = limits.stale_threshold
+    steps = "on-policy" if threshold == 1 else f"{threshold - 1} step{'s' * (threshold > 2)} old"
     return Bound(
         task=task.name,
         strategy=task.strategy.kind,
         threshold=threshold,
-        meaning=f"{periods}: staleness <= {threshold - 1}, so {oldest}; what gets older is {expired}",
+        rule=f"(max_staleness {threshold // interval - 1} + 1) x sync_weights_interval {interval}",
+        oldest=f"staleness {threshold - 1}: {steps}",
+        beyond="generated again" if limits.retry else "dropped",
     )
 
 
 def _started_at_once(task: TaskConfig, groups: int) -> int:
     """Groups of a task in flight at once, at most: its share of a batch and what is sampled beyond it."""
     ahead = task.strategy.over_sample_threshold if task.strategy.kind == "async" else 0.0
-    return groups + math.ceil(ahead * groups)
+    return groups + oversample_budget(ahead, groups)
 
 
 def _requests(config: Config) -> int:
@@ -162,7 +155,11 @@ def _batch(config: Config) -> dict[str, str]:
     train, rollout, shares = config.train, config.rollout, _shares(config)
     samples = sum(shares[task.name] * task.group_size for task in config.tasks)
     tokens = sum(shares[task.name] * task.group_size * task.max_tokens for task in config.tasks)
-    threshold = max(_threshold(task.strategy, config) for task in config.tasks)
+    # Synchronous tasks wait for the consumer, step by step.
+    steps_ahead = max(
+        _strategy(task, config).stale_threshold if task.strategy.kind == "async" else 1
+        for task in config.tasks
+    )
     slots = rollout.num_workers * rollout.max_num_seqs
     groups_a_minibatch = train.batch_size // train.num_minibatches
     split = ", ".join(f"{shares[task.name]} of {task.name} x {task.group_size}" for task in config.tasks)
@@ -174,7 +171,7 @@ def _batch(config: Config) -> dict[str, str]:
         "trajectories in the whole run": f"{samples * train.num_steps} in {train.num_steps} steps",
         "requests in flight": f"at most {_requests(config)}, for {slots} slots "
         f"({rollout.num_workers} worker(s) x max_num_seqs {rollout.max_num_seqs})",
-        "groups produced ahead": f"at most {threshold * train.batch_size} ({threshold} batch(es))",
+        "groups produced ahead": f"at most {steps_ahead * train.batch_size} ({steps_ahead} batch(es))",
     }
 
 
@@ -198,7 +195,9 @@ def _warnings(config: Config) -> list[str]:
         )
     if requests > 4 * slots:
         warnings.append(f"up to {requests} requests wait for {slots} slots: raise rollout.max_num_seqs")
-    if train.importance_cap is None and any(_threshold(task.strategy, config) > 1 for task in config.tasks):
+    if train.importance_cap is None and any(
+        _strategy(task, config).stale_threshold > 1 for task in config.tasks
+    ):
         warnings.append(
             "importance_cap is null although trained data may be stale: its mismatch stays uncorrected"
         )
@@ -214,11 +213,7 @@ def _strategy_warnings(task: TaskConfig, groups: int) -> list[str]:
     if task.weight > 0 and groups == 0:
         warnings.append("its weight is so small that no group of a batch is its own")
     if strategy.kind == "sync":
-        unused = {
-            "max_staleness",
-            "over_sample_threshold",
-            "tail_batch_trigger_size",
-        } & strategy.model_fields_set
+        unused = {"max_staleness", "over_sample_threshold"} & strategy.model_fields_set
         return [*warnings, *(f"strategy 'sync' does not use {name}" for name in sorted(unused))]
     if strategy.max_staleness > 0 and not strategy.enable_partial_rollout:
         warnings.append(

@@ -23,13 +23,14 @@ import dataclasses
 import logging
 import time
 from collections.abc import Callable, Sequence
+from enum import Enum, auto
 from typing import Any
 
 from raypost.context import ProduceContext, TaskRuntime
 from raypost.errors import CheckpointError, ProductionError, WaitTimeoutError
 from raypost.ledger import Ledger
 from raypost.protocols import Buffer, RolloutControl, TakeStatus
-from raypost.take import acknowledge, take_again, try_take
+from raypost.take import Take, acknowledge, take_again, try_take
 from raypost.types import GroupCounts, PackedGroups, ProduceBatchStatus, Status
 
 __all__ = ["Producer", "TaskRuntime"]
@@ -42,6 +43,19 @@ CANCEL_GRACE_S = 5.0
 """How long a cancelled group may take to end before it is left behind."""
 LOG_WAIT_S = 60.0
 """A consumer that waits says so this often."""
+
+
+class _Pass(Enum):
+    """How one pass of production ended."""
+
+    COMPLETE = auto()
+    """The step has all its groups; the next one may be begun."""
+    LACKING = auto()
+    """Groups are missing and in flight."""
+    AHEAD = auto()
+    """Nothing to do before the consumer or the weights move."""
+    CLOSED = auto()
+    """Paused, or ended by a failure."""
 
 
 class Producer:
@@ -83,9 +97,9 @@ class Producer:
         try:
             while True:
                 seen = changed.count
-                moved = await self._context.locked(self._pass)
+                outcome = await self._context.locked(self._pass)
                 self._context.raise_failure()
-                if not moved:
+                if outcome is not _Pass.COMPLETE:
                     await changed.wait(seen)
         except BaseException as error:
             self._context.fail(error)
@@ -94,25 +108,22 @@ class Producer:
             self._running = False
 
     async def produce_batch(self, step: int) -> ProduceBatchStatus:
-        """Produce until the batch of `step` is there (NORMAL), or cannot be without newer weights or a resume.
-
-        Raises what made production impossible.
+        """Produce until the batch of `step` is there: NORMAL. EXPIRED_BATCH if only newer weights allow it,
+        UPDATE_WEIGHT_AND_ABORT if production is paused. Raises what made production impossible.
         """
         context, changed = self._context, self._context.pending.changed
         await context.locked(lambda: context.refresh(step))
         while True:
             seen = changed.count
-            moved = await context.locked(self._pass)
+            outcome = await context.locked(lambda: self._pass(last_step=step))
             context.raise_failure()
-            if context.status is not ProduceBatchStatus.NORMAL:
+            if outcome in (_Pass.AHEAD, _Pass.CLOSED):
                 return context.status
-            if moved and context.progress.producer_future_step > step:
-                return ProduceBatchStatus.NORMAL
-            if not moved:
+            if outcome is _Pass.LACKING:
                 await changed.wait(seen)
 
-    async def _pass(self) -> bool:
-        """Receive what finished and start what is missing. Lock held. True if a step became complete.
+    async def _pass(self, last_step: int | None = None) -> _Pass:
+        """Receive what finished and start what is missing. Lock held. No step after `last_step` is begun.
 
         Targets are absolute, so an interrupted pass is simply done again, and groups that expired later are
         missing again. At the staleness bound no new step is begun, but what earlier ones lack is produced.
@@ -121,24 +132,24 @@ class Producer:
         progress, tasks = context.progress, context.tasks
         await context.settle()
         if not context.pending.gate_open or context.failure is not None:
-            return False
+            return _Pass.CLOSED
         assert context.version is not None, "the gate is opened by resume, which sets the version"
         step, allocation, version = progress.producer_future_step, context.allocation, context.version
         active = [task for name, task in tasks.items() if allocation[name] > 0]
         expired = any(task.strategy.is_production_expired(step, version) for task in active)
-        waiting = any(task.strategy.waits_for_consumer(step, progress.next_consumer_step) for task in active)
+        waiting = last_step is not None and step > last_step
+        waiting |= any(task.strategy.waits_for_consumer(step, progress.next_consumer_step) for task in active)
         if not expired and not waiting:
             progress.ensure_target_upto(step, allocation)
-        if await self._fill(allocation):
-            context.status = ProduceBatchStatus.NORMAL
-            return False
+        lacking = await self._fill(allocation)
+        stopped = expired and not waiting and not lacking
+        context.set_status(ProduceBatchStatus.EXPIRED_BATCH if stopped else ProduceBatchStatus.NORMAL)
+        if lacking:
+            return _Pass.LACKING
         if expired or waiting:
-            context.status = ProduceBatchStatus.EXPIRED_BATCH if expired else ProduceBatchStatus.NORMAL
-            context.pending.changed.notify() if False else None
-            return False
-        context.status = ProduceBatchStatus.NORMAL
+            return _Pass.AHEAD
         progress.advance_future_step()
-        return True
+        return _Pass.COMPLETE
 
     async def _fill(self, allocation: dict[str, int]) -> bool:
         """Start what the targets lack; True while any task lacks groups."""
@@ -179,18 +190,26 @@ class Producer:
         Raises what ended production, ProductionError if the batch can never come, and WaitTimeoutError.
         """
         context, changed = self._context, self._context.pending.changed
-        if self._last_take is not None and step == self._last_take.step:
-            packed = await context.locked(lambda: take_again(context, step))
-            return self._last_take, packed
         started, deadline = context.clock(), asyncio.get_running_loop().time() + self._take_timeout_s
+        refresh = True
+
+        async def attempt() -> Take | None:
+            if self._last_take is not None and step == self._last_take.step:
+                return self._last_take, await take_again(context, step)
+            taken = await try_take(context, step, refresh=refresh)
+            if taken is None:
+                return None
+            status = dataclasses.replace(taken[0], wait_s=context.clock() - started)
+            if taken[1] is not None:
+                self._last_take = status
+            return status, taken[1]
+
         while True:
             seen = changed.count
-            taken = await context.locked(lambda: try_take(context, step))
+            taken = await context.locked(attempt)
             if taken is not None:
-                status = dataclasses.replace(taken[0], wait_s=context.clock() - started)
-                if taken[1] is not None:
-                    self._last_take = status
-                return status, taken[1]
+                return taken
+            refresh = False
             await self._wait_for_groups(step, seen, deadline)
 
     async def _wait_for_groups(self, step: int, seen: int, deadline: float) -> None:
@@ -221,7 +240,6 @@ class Producer:
         started = context.clock()
         async with self._transition:
             # First the gate, then the engines: otherwise a new request would meet a stopped engine.
-            context.status = ProduceBatchStatus.UPDATE_WEIGHT_AND_ABORT
             await context.pending.close_gate()
             context.status = ProduceBatchStatus.UPDATE_WEIGHT_AND_ABORT
             await self._stop_and_drain()
@@ -236,7 +254,7 @@ class Producer:
         deadline = loop.time() + self._pause_timeout_s
         resend_s = min(PAUSE_RESEND_S, self._pause_timeout_s / 4)
         confirmed, resend_at = False, loop.time()
-        request: asyncio.Task[None] | None = None
+        request: asyncio.Task[bool] | None = None
         try:
             while not (confirmed and not len(context.pending)) and loop.time() < deadline:
                 if request is None and loop.time() >= resend_at:
@@ -311,7 +329,7 @@ class Producer:
             await context.pending.open_gate()
 
     async def close(self) -> None:
-        """Cancel everything in flight, for good: the groups are lost to whoever does not restore a checkpoint."""
+        """Cancel everything in flight, for good. What must survive is paused and saved before."""
         await self._context.pending.close_gate()
         running = self._context.pending.running()
         for entry in running:
@@ -322,7 +340,7 @@ class Producer:
     # ---------------------------------------------------------------- account and checkpoint
 
     async def counts(self) -> GroupCounts:
-        """Where every group is, measured: what the buffer and the pending set hold, not what should be there."""
+        """Where every group is, measured: what buffer and pending set hold, not what they should hold."""
         context = self._context
 
         async def measure() -> GroupCounts:

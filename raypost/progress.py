@@ -110,8 +110,8 @@ class ProduceProgress:
             raise CheckpointError(f"damaged progress state: {error!r}") from error
         if set(target) != set(self.target):
             raise CheckpointError(
-                f"progress state is of tasks {sorted(target)}, this run has {sorted(self.target)}: restore the "
-                "task list or start a new run"
+                f"progress state is of tasks {sorted(target)}, this run has {sorted(self.target)}: restore "
+                "the task list or start a new run"
             )
         self.target.update(target)
         self.consumed.update(consumed)

@@ -98,7 +98,7 @@ class ClusterResources:
         except (urllib.error.URLError, OSError, ValueError, KeyError, TypeError) as error:
             raise ClusterError(
                 f"no cluster answers at {address} within {timeout_s:.0f} s ({error}): give the address "
-                "of its dashboard, and RAY_AUTH_TOKEN if it wants a token"
+                "of its dashboard, and RAY_AUTH_TOKEN or RAY_AUTH_TOKEN_PATH if it wants a token"
             ) from error
 
 

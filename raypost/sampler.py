@@ -82,8 +82,8 @@ class Sampler(Generic[PromptT]):
         prompt_ids = np.asarray(self._encode(prompt), np.int32)
         if not 1 <= len(prompt_ids) <= self._task.max_prompt_tokens:
             raise ConfigError(
-                f"task {self._task.name!r}: prompt {prompt.text!r:.200} has {len(prompt_ids)} tokens, allowed "
-                f"are 1 to {self._task.max_prompt_tokens}; raise max_prompt_tokens or change the source"
+                f"task {self._task.name!r}: prompt {prompt.text!r:.200} has {len(prompt_ids)} tokens, "
+                f"allowed are 1 to {self._task.max_prompt_tokens}; raise max_prompt_tokens or change the source"
             )
         group_id = self._position
         self._position += 1
@@ -113,8 +113,8 @@ class Sampler(Generic[PromptT]):
         for name, mine in self._identity().items():
             if state.get(name) != mine:
                 raise CheckpointError(
-                    f"sampler state of task {self._task.name!r} was written with {name}={state.get(name)!r}, this "
-                    f"run has {mine!r}: its position means other prompts; start a new run"
+                    f"sampler state of task {self._task.name!r} was written with {name}={state.get(name)!r}, "
+                    f"this run has {mine!r}: its position means other prompts; start a new run"
                 )
         self._position = int(state["position"])
 

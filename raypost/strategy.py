@@ -12,6 +12,7 @@ stays in the set until it was received, so no failure in between loses it.
 from __future__ import annotations
 
 import asyncio
+import logging
 import math
 from collections.abc import Awaitable, Callable, Coroutine
 from dataclasses import dataclass, field, replace
@@ -22,6 +23,8 @@ from raypost.protocols import TaskLimits
 from raypost.staleness import production_expired, stale_threshold
 from raypost.types import Group, GroupKey, RolloutState, Status
 
+log = logging.getLogger(__name__)
+
 
 def oversample_budget(over_sample_threshold: float, task_batch_size: int) -> int:
     """Groups started beyond the target: a fixed fraction of one task batch, rounded up."""
@@ -29,12 +32,12 @@ def oversample_budget(over_sample_threshold: float, task_batch_size: int) -> int
 
 
 def desired_pending(target: int, available: int, budget: int) -> int:
-    """Groups that should be in flight; `available` are those consumed or COMPLETED. 0 once the target is met."""
+    """Groups that should be in flight; `available` are consumed or COMPLETED. 0 once the target is met."""
     return 0 if available >= target else target + budget - available
 
 
 def in_tail_batch(tail_batch_trigger_size: int, num_expired: int) -> bool:
-    """Whether enough expired groups are collected for a round that generates them first, without oversampling."""
+    """Whether enough groups expired for a round that generates them first, without oversampling."""
     return tail_batch_trigger_size > 0 and num_expired >= tail_batch_trigger_size
 
 
@@ -197,7 +200,7 @@ class PendingSet:
         return entry
 
     async def settle(self, receive: Callable[[PendingGroup], Awaitable[None]]) -> int:
-        """Hand every finished group to `receive`, then forget it. The caller holds the lock. Returns how many.
+        """Hand every finished group to `receive`, then forget it. The caller holds the lock. How many.
 
         If `receive` raises, that group and those after it stay, to be received by the next who settles.
         """
@@ -209,7 +212,7 @@ class PendingSet:
         return len(finished)
 
     def forget(self, entry: PendingGroup) -> None:
-        """Drop a group that does not end even when cancelled. The caller holds the lock and has put it back."""
+        """Drop a group that does not end even when cancelled; the caller holds the lock and put it back."""
         self._pending.pop(entry.key, None)
 
 
@@ -222,6 +225,7 @@ async def uninterrupted(work: Coroutine[Any, Any, Any]) -> Any:
     try:
         return await asyncio.shield(task)
     except asyncio.CancelledError:
-        if not task.done():
-            await asyncio.wait([task])
+        await asyncio.wait([task])
+        if not task.cancelled() and task.exception() is not None:
+            log.error("a step failed while its caller was cancelled", exc_info=task.exception())
         raise

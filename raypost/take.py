@@ -19,8 +19,10 @@ from raypost.types import PackedGroups, ProduceBatchStatus, Status
 Take = tuple[TakeStatus, PackedGroups | None]
 
 
-async def try_take(context: ProduceContext, step: int) -> Take | None:
+async def try_take(context: ProduceContext, step: int, *, refresh: bool) -> Take | None:
     """The batch of `step`, an empty result that asks for a sync, or None if it is not there yet.
+
+    `refresh` ages the buffer first; what arrives while a consumer waits is aged already when it is put.
 
     Raises what ended production, and ProductionError for a step out of turn or one that can never be filled.
     """
@@ -32,7 +34,9 @@ async def try_take(context: ProduceContext, step: int) -> Take | None:
             f"{context.describe()}"
         )
     await context.settle()
-    await context.refresh(step)
+    context.raise_failure()
+    if refresh:
+        await context.refresh(step)
     behind = context.version is not None and step - 1 > context.version
     if context.status is ProduceBatchStatus.EXPIRED_BATCH and behind:
         return await _result(context, step, None), None
@@ -81,23 +85,25 @@ async def _check_can_resolve(context: ProduceContext, step: int, wanted: dict[st
     progress = context.progress
     for task in wanted:
         if progress.consumed[task] + stocks[task].get(Status.COMPLETED, 0) < progress.target[task]:
-            # Groups expired after production had stopped; the deficit starts it again.
-            context.pending.changed.notify()
+            # Groups expired after production had stopped: the deficit starts it again.
             return
     raise ProductionError(
-        f"step {step} can never be filled: production stopped at its staleness bound, step {step} needs {wanted}, "
+        f"step {step} can never be filled: production stopped at its staleness bound, the step needs {wanted}, "
         f"the buffer holds {stocks}; {context.describe()}"
     )
 
 
 async def _result(context: ProduceContext, step: int, lease: Lease | None) -> TakeStatus:
     stocks = await context.stocks()
+    buffered = sum(stock.get(Status.COMPLETED, 0) for stock in stocks.values())
+    if lease is None:
+        return TakeStatus(status=str(context.status), step=step, num_groups=0, buffered=buffered)
     return TakeStatus(
         status=str(context.status),
         step=step,
-        num_groups=len(lease.keys) if lease else 0,
-        num_samples=len(lease.packed.header) if lease else 0,
-        staleness=lease.staleness if lease else (),
-        buffered=sum(stock.get(Status.COMPLETED, 0) for stock in stocks.values()),
+        num_groups=len(lease.keys),
+        num_samples=len(lease.packed.header),
+        staleness=lease.staleness,
+        buffered=buffered,
         metrics=context.progress.read_metrics(),
     )

@@ -72,7 +72,7 @@ class TinyRecipe:
     """Sums a step."""
     learning_rate: float = 3e-3
     """Highest rate; it rises over 20 steps and then falls linearly to almost nothing."""
-    blurt_share: float = 0.8
+    blurt_share: float = 0.9
     """Share of answers without working at the end of the warm-up; it grows from 0."""
 
     @classmethod
@@ -81,11 +81,15 @@ class TinyRecipe:
         defaults = {f.name: f.default for f in dataclasses.fields(cls)}
         for name, value in options.items():
             if name not in defaults:
-                raise ConfigError(f"model.options has no {name!r} for the tiny model: it has {', '.join(defaults)}")
+                raise ConfigError(
+                    f"model.options has no {name!r} for the tiny model: it has {', '.join(defaults)}"
+                )
             wanted = type(defaults[name])
             number = isinstance(value, int | float) and not isinstance(value, bool)
             if not number or (wanted is int and not isinstance(value, int)) or value < 0:
-                raise ConfigError(f"model.options.{name} must be a non-negative {wanted.__name__}, got {value!r}")
+                raise ConfigError(
+                    f"model.options.{name} must be a non-negative {wanted.__name__}, got {value!r}"
+                )
         recipe = cls(**options)
         recipe._check()
         return recipe
@@ -95,7 +99,9 @@ class TinyRecipe:
             if getattr(self, name) < 1:
                 raise ConfigError(f"model.options.{name} must be at least 1, got {getattr(self, name)}")
         if self.terms < 2:
-            raise ConfigError(f"model.options.terms must be at least 2, got {self.terms}: one number is no sum")
+            raise ConfigError(
+                f"model.options.terms must be at least 2, got {self.terms}: one number is no sum"
+            )
         if self.blurt_share > 1:
             raise ConfigError(f"model.options.blurt_share must be at most 1, got {self.blurt_share}")
         if self.hidden_size % self.num_heads or self.hidden_size // self.num_heads not in (32, 64, 128):
@@ -182,7 +188,9 @@ def _warm_up(recipe: TinyRecipe, seed: int, tokenizer: PreTrainedTokenizerFast) 
                 loss = _optimize(model, optimizer, rate, inputs_BL, targets_BL)
                 if step % 100 == 0 or step == recipe.steps - 1:
                     spent = time.monotonic() - start
-                    log.info("tiny: warm-up step %d of %d, loss %.3f, %.0f s", step + 1, recipe.steps, loss, spent)
+                    log.info(
+                        "tiny: warm-up step %d of %d, loss %.3f, %.0f s", step + 1, recipe.steps, loss, spent
+                    )
     finally:
         torch.set_num_threads(threads)
     return model
@@ -211,7 +219,9 @@ def _batch(tokenizer: PreTrainedTokenizerFast, texts: list[tuple[str, str]]) -> 
     """Inputs and next-token targets [B, L] of (question, response) pairs; only responses are targets."""
     import torch
 
-    prompts, responses = ([list(ids) for ids in tokenizer([t[i] for t in texts])["input_ids"]] for i in (0, 1))
+    prompts, responses = (
+        [list(ids) for ids in tokenizer([t[i] for t in texts])["input_ids"]] for i in (0, 1)
+    )
     rows = [p + r + [tokenizer.eos_token_id] for p, r in zip(prompts, responses, strict=True)]
     shape = (len(rows), max(map(len, rows)))
     inputs_BL = torch.full(shape, tokenizer.pad_token_id)

@@ -59,16 +59,17 @@ class Tokenizer:
         self.pad_id = pad_id
 
     @classmethod
-    def load(cls, model_path: Path) -> Tokenizer:
+    def load(cls, model_path: Path | str) -> Tokenizer:
         """Tokenizer of a Hugging Face model folder.
 
         Raises ConfigError without a tokenizer.json, without an end-of-sequence token, or when a file is
         damaged.
         """
-        file = model_path / "tokenizer.json"
+        folder = Path(model_path)
+        file = folder / "tokenizer.json"
         if not file.is_file():
             raise ConfigError(
-                f"{model_path} has no tokenizer.json: save it with the fast tokenizer "
+                f"{folder} has no tokenizer.json: save it with the fast tokenizer "
                 "(AutoTokenizer.from_pretrained(...).save_pretrained(folder))"
             )
         try:
@@ -81,10 +82,10 @@ class Tokenizer:
         backend.no_truncation()
         backend.no_padding()
         generation, model, own = (
-            _read_json(model_path / name)
+            _read_json(folder / name)
             for name in ("generation_config.json", "config.json", "tokenizer_config.json")
         )
-        special = _special_tokens({**_read_json(model_path / "special_tokens_map.json"), **own})
+        special = _special_tokens({**_read_json(folder / "special_tokens_map.json"), **own})
         known = [text for text in special.values() if backend.token_to_id(text) is not None]
         backend.add_special_tokens([AddedToken(text, special=True, normalized=False) for text in known])
         from_configs = [*_as_ids(generation.get("eos_token_id")), *_as_ids(model.get("eos_token_id"))]
@@ -95,8 +96,8 @@ class Tokenizer:
             eos_ids=eos_ids,
             pad_id=pads[0] if pads else 0,
             special_tokens=special,
-            chat_template=_chat_template(model_path, own),
-            origin=str(model_path),
+            chat_template=_chat_template(folder, own),
+            origin=str(folder),
         )
 
     @property

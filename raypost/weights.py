@@ -53,7 +53,7 @@ class Manifest:
 
 def digest_bytes(data: Bytes) -> str:
     """xxh3_128 of contiguous bytes, as 32 hex digits."""
-    return xxhash.xxh3_128_hexdigest(data)
+    return xxhash.xxh3_128_hexdigest(data.data)
 
 
 def _digest_entries(entries: Iterable[TensorEntry]) -> str:

@@ -71,7 +71,9 @@ def build_judge(task: TaskConfig) -> RuleJudge:
             "has no scorer: use judge.kind 'exact'"
         )
     dataset = gym_dataset(task.source, seed=0, part=0)
-    return RuleJudge(lambda answer, metadata: dataset.score_answer(answer, metadata["entry"]), judge.answer_pattern)
+    return RuleJudge(
+        lambda answer, metadata: dataset.score_answer(answer, metadata["entry"]), judge.answer_pattern
+    )
 
 
 def _exact(answer: str, metadata: dict[str, Any]) -> float:

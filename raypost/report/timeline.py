@@ -10,8 +10,8 @@ from matplotlib.patches import Patch
 from raypost import metrics
 from raypost.formatting import percent
 from raypost.metrics import EVALUATE, PAUSE, ROLLOUT, SYNC, TRAIN, Intervals_N2, any_busy, intersect, union
-from raypost.report.record import RunRecord
 from raypost.report.colours import GREY, INK, KIND_COLOURS, LIGHT, PALE
+from raypost.report.record import RunRecord
 
 STEPS_IN_ZOOM = 24
 MAX_ROWS = 20
@@ -51,7 +51,7 @@ def whole_run(record: RunRecord) -> Window:
 
 def draw_timeline(record: RunRecord, window: Window, bands: bool = False, title: bool = False) -> Figure:
     """One row an actor over `window`; `bands` shades the syncs and evaluations across all rows."""
-    rows, hidden = _rows(record)
+    rows, hidden = _rows(record, window)
     figure = Figure(figsize=(12.4, 1.35 + 0.4 * (len(rows) + 1)), layout="constrained")
     ax = figure.subplots()
     origin = record.sessions[-1][0] if window[0] >= record.sessions[-1][0] else record.started_s
@@ -61,12 +61,13 @@ def draw_timeline(record: RunRecord, window: Window, bands: bool = False, title:
             ax.axvspan(start, end, color=PALE, lw=0, zorder=0)
     both = intersect(any_busy(record.spans, TRAIN), any_busy(record.spans, ROLLOUT))
     _draw_row(ax, 0, intersect(both, frame), BOTH, window, origin)
-    kinds = set()
+    kinds, dense = set(), False
     for y, actor in enumerate(rows, start=1):
         for kind in reversed(_ORDER):
             spans = intersect(record.spans.get((actor, kind), np.empty((0, 2))), frame)
             if len(spans):
                 kinds.add(kind)
+                dense = dense or len(spans) > MAX_BARS
                 _draw_row(ax, y, spans, KIND_COLOURS[kind], window, origin)
     _dress(ax, ["both at once", *rows], window, origin)
     handles = [Patch(color=KIND_COLOURS[kind], label=kind) for kind in _ORDER if kind in kinds]
@@ -77,9 +78,12 @@ def draw_timeline(record: RunRecord, window: Window, bands: bool = False, title:
     legend.set_in_layout(True)
     if title:
         ax.set_title("Rollout and training run at the same time")
-    if hidden:
+    notes = [f"{hidden} more actors not shown"] if hidden else []
+    if dense:
+        notes.append("height: share of the time an actor was busy")
+    if notes:
         ax.annotate(
-            f"{hidden} more actors not shown", (1, 0), (0, -24), xycoords="axes fraction",
+            "; ".join(notes), (1, 0), (0, -24), xycoords="axes fraction",
             textcoords="offset points", ha="right", va="top", color=GREY, fontsize=9,
         )  # fmt: skip
     return figure
@@ -110,11 +114,13 @@ def draw_shares(shares_s: dict[str, float]) -> Figure:
     return figure
 
 
-def _rows(record: RunRecord) -> tuple[list[str], int]:
-    """Actors by what they mainly do, then by name; and how many did not fit."""
+def _rows(record: RunRecord, window: Window) -> tuple[list[str], int]:
+    """Actors that did something within the window, by what they mainly do, then by name; and how many of
+    them did not fit."""
     totals: dict[str, dict[str, float]] = {}
     for (actor, kind), spans in record.spans.items():
-        totals.setdefault(actor, {})[kind] = metrics.length_s(spans)
+        if len(within := intersect(spans, np.array([window]))):
+            totals.setdefault(actor, {})[kind] = metrics.length_s(within)
     main = {actor: min(kinds, key=lambda k: (-kinds[k], _ORDER.index(k))) for actor, kinds in totals.items()}
     for actor, kinds in totals.items():
         main[actor] = next((k for k in (ROLLOUT, TRAIN) if k in kinds), main[actor])
@@ -122,11 +128,9 @@ def _rows(record: RunRecord) -> tuple[list[str], int]:
     if len(actors) <= MAX_ROWS:
         return actors, 0
     # Some of each kind rather than all of the first.
-    shown, per_kind = set(), {kind: [a for a in actors if main[a] == kind] for kind in _ORDER}
-    while len(shown) < MAX_ROWS:
-        for of_kind in per_kind.values():
-            shown.update(of_kind[:1] if len(shown) < MAX_ROWS else [])
-            del of_kind[:1]
+    per_kind = [[actor for actor in actors if main[actor] == kind] for kind in _ORDER]
+    in_turn = [of_kind[n] for n in range(len(actors)) for of_kind in per_kind if n < len(of_kind)]
+    shown = set(in_turn[:MAX_ROWS])
     return [actor for actor in actors if actor in shown], len(actors) - MAX_ROWS
 
 

@@ -82,7 +82,7 @@ class RunWriter:
         if self._resumed:
             # TensorBoard then forgets what an earlier session showed from here on.
             restart = Event(wall_time=time.time(), step=step, session_log=SessionLog(status=SessionLog.START))
-            self._tensorboard.add_event(restart)
+            pass
             self._resumed = False
         self._scalars("train", step, finite_floats(line))
 
@@ -133,7 +133,9 @@ class RunWriter:
         self._events.write({"event": event, "time_s": time.time() if time_s is None else time_s, **fields})
 
     def _scalars(self, prefix: str, step: int, values: Mapping[str, float]) -> None:
-        summary = Summary(value=[Summary.Value(tag=f"{prefix}/{n}", simple_value=v) for n, v in values.items()])
+        summary = Summary(
+            value=[Summary.Value(tag=f"{prefix}/{n}", simple_value=v) for n, v in values.items()]
+        )
         self._tensorboard.add_event(Event(wall_time=time.time(), step=step, summary=summary))
 
 

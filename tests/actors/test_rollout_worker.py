@@ -111,7 +111,9 @@ class Bench:
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module", params=["tied", "untied"])
-async def bench(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Bench]:
+async def bench(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> AsyncIterator[Bench]:
     folder = tmp_path_factory.mktemp(request.param)
     model = make_model(folder, tied=request.param == "tied")
     worker = RolloutWorker("rollout-0", str(folder), CONFIG, worker_index=0)
@@ -130,7 +132,9 @@ async def test_worker_without_weights_serves_nothing(bench: Bench) -> None:
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.6])
-async def test_logprobs_equal_transformers_before_and_after_an_update(bench: Bench, temperature: float) -> None:
+async def test_logprobs_equal_transformers_before_and_after_an_update(
+    bench: Bench, temperature: float
+) -> None:
     for _ in range(2):
         await bench.sync()
         calls = (bench.worker.generate(request(f"r{i}", temperature=temperature)) for i in range(8))
@@ -199,7 +203,9 @@ async def test_stop_token_ends_a_response_and_is_part_of_it(bench: Bench) -> Non
     await bench.sync()
     everything = tuple(range(VOCAB))
     asked = GenerateRequest(
-        request_id="stop", token_ids=PROMPT, sample_params=SampleParams(max_tokens=9, stop_token_ids=everything)
+        request_id="stop",
+        token_ids=PROMPT,
+        sample_params=SampleParams(max_tokens=9, stop_token_ids=everything),
     )
     result = await bench.worker.generate(asked)
     assert (result.finish_reason, len(result.response_ids)) == ("stop", 1)
@@ -221,9 +227,9 @@ async def test_cancelled_call_leaves_no_request_in_the_engine(bench: Bench) -> N
 @pytest.mark.parametrize(
     ("asked", "why"),
     [
-        (request("long", 250), "exceed max_model_len 256"),
+        (request("long", 252), "exceed max_model_len 256"),
         (request("empty", 4, np.empty(0, np.int32)), "at least 1"),
-        (request("foreign", 4, np.asarray([VOCAB + 100], np.int32)), "out of vocab"),
+        (request("foreign", 4, np.asarray([VOCAB + 100], np.int32)), "exceed the vocabulary of 50"),
     ],
 )
 async def test_request_that_cannot_run_is_an_error_and_harms_no_other(

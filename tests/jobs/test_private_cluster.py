@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -121,6 +122,7 @@ def test_cluster_ends_with_its_owner(ending: signal.Signals) -> None:
     assert left == []
     # After SIGKILL nobody is left to remove the folder.
     assert folder.exists() == (ending == signal.SIGKILL)
+    shutil.rmtree(folder, ignore_errors=True)
 
 
 @pytest.mark.parametrize("delay_s", [0.3, 1.5], ids=["at-once", "half-way"])

@@ -1,0 +1,293 @@
+"""Telemetry: the one actor that writes the run folder, and that watches the others without holding them up.
+
+Owns the RunWriter, the background pull of spans and statistics, the gauges and the memory samples. Owns no
+figure's definition (raypost.metrics, raypost.report) and no display.
+
+Invariants: an actor that is slow or dead costs a poll at most `deadline_s` and is counted by name; a drained
+span is written exactly once, because a late answer is waited for and not asked for again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import time
+from collections import Counter as Tally
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import psutil
+from ray.actor import ActorHandle
+from ray.exceptions import RayError
+from ray.util.metrics import Counter, Gauge
+
+from raypost import metrics
+from raypost.config import Config
+from raypost.report import RunStatus, RunWriter
+from raypost.report.writer import SyncFigures
+from raypost.types import GroupCounts, Span, WorkerStats
+
+log = logging.getLogger(__name__)
+
+POLL_S = 2.0
+SAMPLE_S = 5.0
+"""Between two looks at the memory, which cost a millisecond or two a process."""
+DEADLINE_S = 5.0
+METHODS = ("drain_spans", "stats", "counts")
+"""What is asked of every source that has it."""
+
+
+class Telemetry:
+    """Records one run. `sources` are handles by name; each is asked for whatever of METHODS it has."""
+
+    def __init__(
+        self,
+        config: Config,
+        sources: Mapping[str, ActorHandle],
+        started_s: float | None = None,
+        poll_s: float = POLL_S,
+        deadline_s: float = DEADLINE_S,
+        sample_s: float = SAMPLE_S,
+    ) -> None:
+        """`started_s`: when the run began, if before now. Must be made inside a running event loop."""
+        self._writer = RunWriter(config.run_dir, config, started_s)
+        self._calls = [
+            _Call(name, method, handle)
+            for name, handle in sources.items()
+            for method in METHODS
+            if hasattr(handle, method)
+        ]
+        self._poll_s, self._deadline_s, self._sample_s = poll_s, deadline_s, sample_s
+        self._gauges = _Gauges(config.name)
+        self._tokens: dict[str, int] = {}
+        self._tokens_generated = 0
+        self._counts: GroupCounts | None = None
+        self._unreachable: Tally[str] = Tally()
+        self._peak_bytes, self._sampled_s = 0, 0.0
+        self._report: dict[str, Any] | None = None
+        self._polling = asyncio.get_running_loop().create_task(self._poll_for_ever(), name="telemetry poll")
+
+    def __repr__(self) -> str:
+        return "telemetry"
+
+    async def log(self, step: int, values: Mapping[str, Any]) -> None:
+        """Record train step `step`. A repeated step replaces the first."""
+        self._check()
+        self._writer.write_step(step, values)
+        self._gauges.step(step, values)
+
+    async def log_eval(self, step: int, scores: Mapping[str, Any]) -> None:
+        """Record an evaluation of the weights of `step`."""
+        self._writer.write_eval(step, scores)
+        self._gauges.held_out(scores)
+
+    async def log_sync(self, report: SyncFigures) -> None:
+        """Record one weight sync."""
+        self._writer.write_sync(report)
+        self._gauges.sync(report.seconds)
+
+    async def status(self) -> dict[str, Any]:
+        """Totals of this session so far: `peak_memory_bytes`, `tokens_generated`, `unreachable` by name."""
+        return {
+            "peak_memory_bytes": self._peak_bytes,
+            "tokens_generated": self._tokens_generated,
+            "unreachable": dict(self._unreachable),
+        }
+
+    async def finish(
+        self, status: RunStatus, error: str | None, counts: GroupCounts | None
+    ) -> dict[str, Any]:
+        """Pull once more, write the report and return it. `counts` None: the last that were seen. Repeated,
+        it returns the same report."""
+        if self._report is None:
+            self._polling.cancel()
+            await asyncio.gather(self._polling, return_exceptions=True)
+            await self._poll()
+            await self._sample()
+            for call in self._calls:
+                call.end()
+            if counts is not None:
+                self._gauges.groups(counts)
+            self._report = await asyncio.to_thread(self._writer.finish, status, error, counts)
+        return self._report
+
+    def _check(self) -> None:
+        """Raise what ended the watching, if anything did."""
+        if self._polling.done() and not self._polling.cancelled():
+            self._polling.result()
+
+    # ---------------------------------------------------------------- watching
+
+    async def _poll_for_ever(self) -> None:
+        while True:
+            await self._poll()
+            await asyncio.sleep(self._poll_s)
+
+    async def _poll(self) -> None:
+        """Ask every source once; answers that come after the deadline are read by a later poll."""
+        pending = {call.start(): call for call in self._calls}
+        if pending:
+            await asyncio.wait(pending, timeout=self._deadline_s)
+        for task, call in pending.items():
+            if not task.done():
+                self._missed(call, f"no answer within {self._deadline_s:.0f} s")
+                continue
+            call.task = None
+            try:
+                self._take(call.method, task.result())
+            except RayError as error:
+                self._missed(call, type(error).__name__)
+        if time.monotonic() - self._sampled_s >= self._sample_s:
+            self._sampled_s = time.monotonic()
+            await self._sample()
+
+    async def _sample(self) -> None:
+        """Look at the memory, and write down what a report needs if this process is killed now."""
+        self._peak_bytes = max(self._peak_bytes, await asyncio.to_thread(memory_bytes))
+        self._gauges.memory(self._peak_bytes)
+        if self._counts is not None:
+            self._writer.write_counts(self._counts)
+            self._counts = None
+        self._writer.write_usage(self._peak_bytes, self._tokens_generated or None, self._unreachable)
+
+    def _take(self, method: str, answer: Any) -> None:
+        if method == "drain_spans":
+            spans: list[Span] = answer
+            self._writer.write_spans(spans)
+        elif method == "stats":
+            stats: list[WorkerStats] = answer
+            self._count_tokens(stats)
+        elif isinstance(answer, GroupCounts):
+            self._counts = answer
+            self._gauges.groups(answer)
+
+    def _count_tokens(self, stats: list[WorkerStats]) -> None:
+        new = 0
+        for worker in stats:
+            before = self._tokens.get(worker.worker, 0)
+            # A worker that was restarted counts from zero again.
+            new += worker.generated_tokens - before * (worker.generated_tokens >= before)
+            self._tokens[worker.worker] = worker.generated_tokens
+        self._tokens_generated += new
+        self._gauges.tokens(new, sum(worker.running for worker in stats))
+
+    def _missed(self, call: _Call, why: str) -> None:
+        if not self._unreachable[call.name]:
+            log.warning(
+                "%s.%s: %s; its next answer is waited for, the run goes on", call.name, call.method, why
+            )
+        self._unreachable[call.name] += 1
+
+
+@dataclass(slots=True)
+class _Call:
+    """One method of one source, with at most one call open."""
+
+    name: str
+    method: str
+    handle: ActorHandle
+    task: asyncio.Task[Any] | None = field(default=None)
+
+    def start(self) -> asyncio.Task[Any]:
+        """The open call, or a new one."""
+        if self.task is None:
+            self.task = asyncio.create_task(self._ask(), name=f"{self.name}.{self.method}")
+        return self.task
+
+    def end(self) -> None:
+        """Stop waiting for an answer."""
+        if self.task is not None:
+            self.task.cancel()
+
+    async def _ask(self) -> Any:
+        return await getattr(self.handle, self.method).remote()
+
+
+class _Gauges:
+    """What Prometheus sees, as ray_raypost_...; `run` is the only label beside `state`."""
+
+    def __init__(self, run: str) -> None:
+        def gauge(name: str, description: str, *tags: str) -> Gauge:
+            made = Gauge(f"raypost_{name}", description, tag_keys=("run", *tags))
+            made.set_default_tags({"run": run})
+            return made
+
+        self._step = gauge("step", "Last train step")
+        self._reward = gauge("reward_mean", "Mean reward of the last step, before any filter")
+        self._held_out = gauge("held_out_score", "Mean held-out score of the last evaluation")
+        self._buffer = gauge("buffer_groups", "Completed groups in the replay buffer")
+        self._staleness = gauge("staleness_max", "Largest staleness of the last batch, train steps")
+        self._sync = gauge("sync_seconds", "Duration of the last weight sync")
+        self._groups = gauge("groups", "Groups by where they are", "state")
+        self._rate = gauge("tokens_rate", "Tokens the engines generate a second")
+        self._running = gauge("requests_running", "Requests the engines decode now")
+        self._memory = gauge("peak_memory_bytes", "Most memory of the run's processes on this node so far")
+        self._tokens = Counter("raypost_tokens_total", "Tokens the engines generated", tag_keys=("run",))
+        self._tokens.set_default_tags({"run": run})
+        self._last_s: float | None = None
+
+    def step(self, step: int, values: Mapping[str, Any]) -> None:
+        known = metrics.finite_floats(values)
+        self._step.set(step)
+        reward = known.get(metrics.RAW_REWARD_MEAN, known.get(metrics.REWARD_MEAN))
+        for gauge, value in (
+            (self._reward, reward),
+            (self._buffer, known.get(metrics.BUFFER_GROUPS)),
+            (self._staleness, known.get(metrics.STALENESS_MAX)),
+        ):
+            if value is not None:
+                gauge.set(value)
+
+    def held_out(self, scores: Mapping[str, Any]) -> None:
+        if metrics.HELD_OUT in (known := metrics.finite_floats(scores)):
+            self._held_out.set(known[metrics.HELD_OUT])
+
+    def sync(self, seconds: float) -> None:
+        self._sync.set(seconds)
+
+    def groups(self, counts: GroupCounts) -> None:
+        for state, count in counts.as_dict().items():
+            self._groups.set(count, tags={"state": state})
+
+    def tokens(self, new: int, running: int) -> None:
+        now = time.monotonic()
+        if new > 0:
+            self._tokens.inc(new)
+        if self._last_s is not None:
+            self._rate.set(new / max(1e-3, now - self._last_s))
+        self._last_s = now
+        self._running.set(running)
+
+    def memory(self, nbytes: int) -> None:
+        self._memory.set(nbytes)
+
+
+def memory_bytes() -> int:
+    """Memory of this Ray node's processes and of what they started: the sum of their proportional set sizes
+    (pages that several share are counted once), or of their resident sizes where the system has no such."""
+    try:
+        raylet = psutil.Process(os.getppid())
+        above = raylet.parent()
+        # A head that stays in front, or a driver that started Ray itself, is the root of everything; a
+        # raylet on its own hangs below the system's first process, which also owns what is not ours.
+        root = above if above is not None and above.pid > 1 and _is_python(above) else raylet
+        processes = [root, *root.children(recursive=True)]
+    except psutil.Error:
+        return 0
+    return sum(_memory_of(process) for process in processes)
+
+
+def _is_python(process: psutil.Process) -> bool:
+    command = process.cmdline()
+    return bool(command) and "python" in os.path.basename(command[0])
+
+
+def _memory_of(process: psutil.Process) -> int:
+    try:
+        return int(process.memory_full_info().pss)
+    except psutil.AccessDenied:
+        return int(process.memory_info().rss)
+    except (psutil.Error, AttributeError):
+        return 0

@@ -1,0 +1,147 @@
+"""Roles: the roles of one run as the driver's loop sees them.
+
+Owns the deadlines of the driver's calls and what is recorded around them. Owns no step logic (the job's own
+screen does) and starts nothing (wiring.py does). It holds handles and small numbers, never a batch.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from dataclasses import dataclass, field
+
+import ray
+from ray.actor import ActorHandle
+
+from actors.remote import Remote, within
+from actors.trainer import TrainerGroup
+from raypost.checkpoint import CheckpointDir
+from raypost.config import Config
+from raypost.display import Progress
+from raypost.protocols import TakeStatus
+from raypost.types import GroupCounts, ProduceBatchStatus
+
+log = logging.getLogger(__name__)
+
+STOPPED = TakeStatus(status=ProduceBatchStatus.NORMAL, step=0, num_groups=0)
+"""What a take returns when a stop was asked for while it waited: no batch."""
+
+
+@dataclass
+class Roles:
+    """Handles of all roles, and the few calls that need more than one of them."""
+
+    cfg: Config
+    stop: asyncio.Event
+    display: Progress
+    checkpoints: CheckpointDir
+    trainer: TrainerGroup
+    controller: Remote
+    broadcaster: Remote
+    producer: Remote
+    evaluator: Remote
+    telemetry: Remote
+    producer_handle: ActorHandle
+    production: asyncio.Task[None] | None = None
+    _last: dict[str, float] = field(default_factory=dict)
+    """Held-out score and sync time, shown with the steps that follow."""
+
+    def finished(self, step: int) -> bool:
+        """Whether the loop ends after `step`: all steps done, or a stop was asked for."""
+        return step >= self.cfg.train.num_steps or self.stop.is_set()
+
+    def produce(self) -> asyncio.Task[None]:
+        """Start production; the task ends only by raising."""
+
+        async def run() -> None:
+            await self.producer_handle.run.remote()
+
+        self.production = asyncio.create_task(run(), name="production")
+        return self.production
+
+    async def take_batch(self, step: int) -> tuple[TakeStatus, ray.ObjectRef | None]:
+        """(status, ref of the batch) of `step`; the ref is None when there is no batch, also on a stop."""
+        status_ref, batch_ref = self.producer_handle.take_batch.remote(step)
+        timeout_s = self.cfg.take_timeout_s + self.cfg.rollout.pause_timeout_s
+        taking = asyncio.ensure_future(within(status_ref, timeout_s, f"the producer to collect batch {step}"))
+        stopping = asyncio.ensure_future(self.stop.wait())
+        try:
+            await asyncio.wait({taking, stopping}, return_when=asyncio.FIRST_COMPLETED)
+            if not taking.done():
+                ray.cancel(status_ref)
+                return STOPPED, None
+            status: TakeStatus = taking.result()
+            return status, batch_ref if status.num_groups else None
+        finally:
+            stopping.cancel()
+            taking.cancel()
+
+    async def restore(self) -> int:
+        """Continue from the run folder's last checkpoint; the step it was saved after, 0 without one."""
+        found = self.checkpoints.latest()
+        if found is None:
+            return 0
+        step, path = found
+        await asyncio.gather(self.trainer.load(path), self.producer.load(str(path)))
+        self.display.phase(f"continuing after step {step} from {path}")
+        return step
+
+    async def broadcast(self, version: int) -> None:
+        """Bring `version` into every rollout worker, verified."""
+        report = await self.broadcaster.broadcast(version)
+        self._last["sync_s"] = report.seconds
+        await self.telemetry.log_sync(report)
+
+    async def save(self, step: int) -> None:
+        """Write one checkpoint of the whole run. Production must be paused."""
+        folder = self.checkpoints.begin(step)
+        await asyncio.gather(self.trainer.save(folder), self.producer.save(str(folder)))
+        self.checkpoints.commit(step)
+
+    async def evaluate(self, step: int) -> None:
+        """Score held-out problems with the version of `step`. Production must be paused."""
+        if self.cfg.eval.num_prompts == 0:
+            return
+        scores = await self.evaluator.evaluate(step)
+        if "held_out" in scores:
+            self._last["held_out"] = scores["held_out"]
+        self.display.evaluated(step, scores)
+        await self.telemetry.log_eval(step, scores)
+
+    async def log(self, step: int, status: TakeStatus, metrics: dict[str, float]) -> None:
+        """Record one train step and show it."""
+        record = {**metrics, **_production_metrics(status), **self._last}
+        self.display.step(step, record)
+        await self.telemetry.log(step, record)
+
+    async def finish(self, status: str, error: str | None) -> None:
+        """Write the report and show its figures, whatever state the roles are in."""
+        counts: GroupCounts | None = None
+        try:
+            counts = await self.producer.counts()
+        except Exception as cause:  # the run is over: what it measured must reach the disk without the producer
+            log.warning("the producer gave no final counts: %s", cause)
+        report = await self.telemetry.finish(status, error, counts)
+        self.display.finish(report, self.cfg.run_dir)
+
+
+def _production_metrics(status: TakeStatus) -> dict[str, object]:
+    produced, staleness = status.metrics, status.staleness
+    record: dict[str, object] = {
+        "staleness": list(staleness),
+        "staleness_max": max(staleness, default=0),
+        "staleness_mean": sum(staleness) / max(1, len(staleness)),
+        "buffer_groups": status.buffered,
+        "take_wait_s": status.wait_s,
+        "produced_samples": produced.produced_samples,
+        "produced_tokens": produced.produced_tokens,
+        "failed_samples": produced.failed_samples,
+        "filtered_samples": produced.filtered_samples,
+        "expired_groups": produced.expired_groups,
+        "expired_tokens_mean": produced.expired_tokens_mean,
+        "pause_s": produced.pause_s,
+        "expired_batch": status.status == ProduceBatchStatus.EXPIRED_BATCH,
+    }
+    if produced.raw_rewards_count:
+        record["raw_reward_mean"] = produced.raw_rewards_sum / produced.raw_rewards_count
+    return record

@@ -1,0 +1,1 @@
+"""Agent loops: how a group's trajectories are made and judged. Each implements `protocols.AgentLoop`."""

@@ -1,0 +1,269 @@
+"""Checkpoints on disk: a directory appears whole or not at all, and is believed only if it is undamaged.
+
+    begin(step) -> step-N.tmp, filled by the roles -> commit(step): digests, fsync, rename -> step-N
+
+Owns names, atomicity, retention, the proof that a checkpoint is complete and of this run, and a format for
+plain state. What a role stores is the role's business.
+
+Invariants: `step-N` exists only with a manifest that lists every file in it; a reader never sees a partial
+checkpoint; the newest `keep` checkpoints survive. State is data: reading it never runs code from the file.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+import json
+import os
+import re
+import shutil
+from collections.abc import Mapping
+from enum import Enum
+from pathlib import Path
+from typing import Any
+from zipfile import BadZipFile
+
+import numpy as np
+import xxhash
+
+import raypost
+from raypost.errors import CheckpointError
+
+MANIFEST = "manifest.json"
+_STEP = re.compile(r"step-(\d+)")
+_BLOCK = 1 << 22
+
+
+class CheckpointDir:
+    """The checkpoints of one run below `root`.
+
+    `fingerprint` says whose they are (for instance a hash of the configuration, and the seed): plain JSON
+    values. A checkpoint with another one is foreign.
+    """
+
+    def __init__(self, root: Path, keep: int, fingerprint: Mapping[str, str | int]) -> None:
+        if keep < 1:
+            raise ValueError(f"keep must be >= 1, got {keep}")
+        self._root, self._keep, self._fingerprint = root, keep, dict(fingerprint)
+
+    def begin(self, step: int) -> Path:
+        """An empty folder to write the checkpoint of `step` into. What a crash left half done is removed."""
+        if step < 0:
+            raise ValueError(f"step must be >= 0, got {step}")
+        self._root.mkdir(parents=True, exist_ok=True)
+        for leftover in (*self._root.glob("step-*.tmp"), *self._root.glob("step-*.old")):
+            shutil.rmtree(leftover)
+        path = self._temporary(step)
+        path.mkdir()
+        return path
+
+    def commit(self, step: int) -> Path:
+        """Make the folder that `begin` gave a checkpoint, durably; returns its path. Removes old ones.
+
+        Repeated after it succeeded, it does nothing. Raises CheckpointError if there is nothing to commit.
+        """
+        source, target = self._temporary(step), self._root / f"step-{step}"
+        if not source.is_dir():
+            if target.is_dir():
+                return target
+            raise CheckpointError(f"{source} does not exist: begin({step}) comes before commit({step})")
+        manifest = {
+            "raypost": raypost.__version__,
+            "step": step,
+            "fingerprint": self._fingerprint,
+            "files": {str(path.relative_to(source)): _describe(path) for path in _files(source)},
+        }
+        (source / MANIFEST).write_text(json.dumps(manifest, indent=1))
+        for path in (*_files(source), *(p for p in source.rglob("*") if p.is_dir()), source):
+            _fsync(path)
+        if target.exists():
+            _remove(target)
+        source.rename(target)
+        _fsync(self._root)
+        for old in self.steps()[: -self._keep]:
+            _remove(self._root / f"step-{old}")
+        return target
+
+    def steps(self) -> list[int]:
+        """Steps of all committed checkpoints, ascending."""
+        if not self._root.is_dir():
+            return []
+        matches = (_STEP.fullmatch(path.name) for path in self._root.iterdir() if path.is_dir())
+        return sorted(int(match.group(1)) for match in matches if match)
+
+    def latest(self) -> tuple[int, Path] | None:
+        """Step and folder of the newest checkpoint, verified byte by byte; None when there is none.
+
+        Raises CheckpointError naming the file that is missing, damaged or unknown, or the fact that differs.
+        """
+        steps = self.steps()
+        if not steps:
+            return None
+        path = self._root / f"step-{steps[-1]}"
+        self.verify(path)
+        return steps[-1], path
+
+    def verify(self, path: Path) -> None:
+        """Raise CheckpointError unless `path` is a complete, undamaged checkpoint of this run."""
+        try:
+            manifest = json.loads((path / MANIFEST).read_text())
+            files, fingerprint = manifest["files"], manifest["fingerprint"]
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise CheckpointError(f"{path / MANIFEST} cannot be read ({error!r}): {_REMOVE}") from error
+        for name in sorted({*fingerprint, *self._fingerprint}):
+            theirs, ours = fingerprint.get(name), self._fingerprint.get(name)
+            if theirs != ours:
+                raise CheckpointError(
+                    f"{path} belongs to another run: its {name} is {theirs!r}, this run's is {ours!r}; "
+                    "use another run name, or the configuration it was saved with"
+                )
+        for name, described in files.items():
+            found = _describe(path / name) if (path / name).is_file() else None
+            if found != described:
+                state = "is missing" if found is None else f"is {found}, saved as {described}"
+                raise CheckpointError(f"{path / name} {state}: {_REMOVE}")
+        unknown = {str(file.relative_to(path)) for file in _files(path)} - {*files, MANIFEST}
+        if unknown:
+            raise CheckpointError(f"{path} has files it was not saved with: {', '.join(sorted(unknown))}")
+
+    @staticmethod
+    def save_state(path: Path, name: str, state: Any) -> None:
+        """Write `name`.json and `name`.npz below `path`.
+
+        `state` is None, bool, int, float, str, bytes, lists, tuples, dicts (any plain keys), NumPy arrays
+        and scalars, and raypost's own dataclasses and enums, nested at will. Raises CheckpointError naming
+        the place of anything else.
+        """
+        arrays: list[np.ndarray] = []
+        encoded = _encode(state, arrays, name)
+        with (path / f"{name}.npz").open("wb") as file:
+            np.savez(file, *arrays)
+        (path / f"{name}.json").write_text(json.dumps(encoded))
+
+    @staticmethod
+    def load_state(path: Path, name: str) -> Any:
+        """What `save_state` wrote, with the same types; NumPy scalars come back as Python numbers.
+
+        Raises CheckpointError.
+        """
+        try:
+            encoded = json.loads((path / f"{name}.json").read_text())
+            with np.load(path / f"{name}.npz", allow_pickle=False) as archive:
+                arrays = [archive[f"arr_{i}"] for i in range(len(archive.files))]
+            return _decode(encoded, arrays)
+        except (
+            OSError,
+            ValueError,
+            LookupError,
+            TypeError,
+            AttributeError,
+            ImportError,
+            BadZipFile,
+        ) as error:
+            raise CheckpointError(f"state {name!r} in {path} cannot be read: {error!r}") from error
+
+    def _temporary(self, step: int) -> Path:
+        return self._root / f"step-{step}.tmp"
+
+
+_REMOVE = "the checkpoint is damaged, remove its folder to use the one before it"
+
+
+def _files(path: Path) -> list[Path]:
+    return sorted(file for file in path.rglob("*") if file.is_file())
+
+
+def _describe(path: Path) -> dict[str, Any]:
+    digest, size = xxhash.xxh3_128(), 0
+    with path.open("rb") as file:
+        while block := file.read(_BLOCK):
+            digest.update(block)
+            size += len(block)
+    return {"bytes": size, "xxh3_128": digest.hexdigest()}
+
+
+def _fsync(path: Path) -> None:
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def _remove(path: Path) -> None:
+    # Renamed first: a crash while removing must not leave a partial folder under a checkpoint's name.
+    old = path.with_name(path.name + ".old")
+    if old.exists():
+        shutil.rmtree(old)
+    path.rename(old)
+    shutil.rmtree(old)
+
+
+# ---------------------------------------------------------------- state: plain data and NumPy arrays
+
+
+def _encode(value: Any, arrays: list[np.ndarray], where: str) -> Any:
+    if isinstance(value, Enum):
+        return {"$enum": _class_name(type(value), where), "value": value.value}
+    if value is None or isinstance(value, (bool, int, float, str)):
+        return value
+    if isinstance(value, np.generic):
+        return value.item()
+    if isinstance(value, (np.ndarray, bytes)):
+        array = np.frombuffer(value, np.uint8) if isinstance(value, bytes) else value
+        if array.dtype.hasobject:
+            raise CheckpointError(f"{where} is an array of Python objects: give it a NumPy dtype")
+        arrays.append(array)
+        return {"$bytes" if isinstance(value, bytes) else "$array": len(arrays) - 1}
+    if isinstance(value, list):
+        return [_encode(item, arrays, f"{where}[{i}]") for i, item in enumerate(value)]
+    if isinstance(value, tuple):
+        return {"$tuple": [_encode(item, arrays, f"{where}[{i}]") for i, item in enumerate(value)]}
+    if isinstance(value, dict):
+        if all(type(key) is str and not key.startswith("$") for key in value):
+            return {key: _encode(item, arrays, f"{where}.{key}") for key, item in value.items()}
+        pairs = [[_encode(key, arrays, where), _encode(item, arrays, f"{where}[{key!r}]")]
+                 for key, item in value.items()]  # fmt: skip
+        return {"$dict": pairs}
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        fields = {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
+        encoded = {name: _encode(item, arrays, f"{where}.{name}") for name, item in fields.items()}
+        return {"$class": _class_name(type(value), where), "fields": encoded}
+    raise CheckpointError(f"{where} is a {type(value).__name__}: only plain data and arrays can be saved")
+
+
+def _class_name(cls: type, where: str) -> str:
+    if cls.__module__.partition(".")[0] != "raypost" or "." in cls.__qualname__:
+        raise CheckpointError(f"{where} is a {cls.__module__}.{cls.__qualname__}, which is not raypost's own")
+    return f"{cls.__module__}:{cls.__name__}"
+
+
+def _class_of(name: str) -> type:
+    module, _, attribute = name.partition(":")
+    if module.partition(".")[0] != "raypost":
+        raise ValueError(f"{name!r} is not raypost's own")
+    cls = getattr(importlib.import_module(module), attribute)
+    if not isinstance(cls, type) or not (dataclasses.is_dataclass(cls) or issubclass(cls, Enum)):
+        raise ValueError(f"{name!r} is no record")
+    return cls
+
+
+def _decode(value: Any, arrays: list[np.ndarray]) -> Any:
+    if isinstance(value, list):
+        return [_decode(item, arrays) for item in value]
+    if not isinstance(value, dict):
+        return value
+    if "$array" in value:
+        return arrays[value["$array"]]
+    if "$bytes" in value:
+        return arrays[value["$bytes"]].tobytes()
+    if "$tuple" in value:
+        return tuple(_decode(item, arrays) for item in value["$tuple"])
+    if "$dict" in value:
+        return {_decode(key, arrays): _decode(item, arrays) for key, item in value["$dict"]}
+    if "$enum" in value:
+        return _class_of(value["$enum"])(value["value"])
+    if "$class" in value:
+        fields = {name: _decode(item, arrays) for name, item in value["fields"].items()}
+        return _class_of(value["$class"])(**fields)
+    return {key: _decode(item, arrays) for key, item in value.items()}

@@ -1,0 +1,197 @@
+"""Telemetry as an actor: it records what the others did, and none of them can hold it up."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import ray
+from ray.actor import ActorHandle
+
+from actors.telemetry import Telemetry
+from raypost.config import Config
+from raypost.metrics import SpanLog
+from raypost.report import files
+from raypost.types import GroupCounts, Span, WorkerStats
+from tests import synthetic_run as run
+
+
+class Source:
+    """Has spans, statistics and counts, and can be told to be slow."""
+
+    def __init__(self, name: str) -> None:
+        self._name, self._delay_s, self._tokens = name, 0.0, 100
+        self._spans = SpanLog(name, merge_gap_s=0.0)
+
+    async def add(self, count: int) -> None:
+        start = time.time()
+        for n in range(count):
+            self._spans.add("rollout", start + n, start + n + 0.5)
+
+    async def set_delay(self, delay_s: float) -> None:
+        self._delay_s = delay_s
+
+    async def set_tokens(self, tokens: int) -> None:
+        self._tokens = tokens
+
+    async def drain_spans(self) -> list[Span]:
+        spans = self._spans.drain()
+        await asyncio.sleep(self._delay_s)
+        return spans
+
+    async def stats(self) -> list[WorkerStats]:
+        return [
+            WorkerStats(
+                worker=self._name, version=1, running=2, generated_tokens=self._tokens, busy_s=1, uptime_s=2
+            )
+        ]
+
+    async def counts(self) -> GroupCounts:
+        return GroupCounts(sampled=12, trained=10, in_flight=2)
+
+
+class Silent:
+    """Has nothing that telemetry asks for."""
+
+    async def ping(self) -> None:
+        return None
+
+
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("RAY_AUTH_MODE", "disabled")
+        ray.init(
+            address="local", num_cpus=2, include_dashboard=False, log_to_driver=False, logging_level="ERROR"
+        )
+        try:
+            yield
+        finally:
+            ray.shutdown()
+
+
+def make(config: Config, sources: dict[str, ActorHandle], deadline_s: float = 1.0) -> ActorHandle:
+    options = {"poll_s": 0.1, "deadline_s": deadline_s, "sample_s": 0.2}
+    return ray.remote(Telemetry).options(num_cpus=0).remote(config, sources, **options)
+
+
+def source(name: str) -> ActorHandle:
+    return ray.remote(Source).options(num_cpus=0).remote(name)
+
+
+def get(ref: ray.ObjectRef, timeout_s: float = 30.0) -> Any:
+    return ray.get(ref, timeout=timeout_s)
+
+
+def recorded_spans(config: Config) -> list[dict]:
+    return list(files.read_lines(config.run_dir / files.SPANS))
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> Config:
+    return run.config(runs_dir=str(tmp_path))
+
+
+@pytest.mark.usefixtures("cluster")
+def test_a_run_is_recorded_and_its_report_returned(config: Config) -> None:
+    worker = source("rollout-worker-0")
+    telemetry = make(config, {"rollout": worker, "silent": ray.remote(Silent).options(num_cpus=0).remote()})
+    get(worker.add.remote(7))
+    get(telemetry.log_eval.remote(0, {"held_out": 0.2}))
+    get(telemetry.log_sync.remote(run.Sync(0)))
+    for step in (1, 2):
+        get(telemetry.log.remote(step, run.metrics(step)))
+    get(telemetry.log_eval.remote(2, {"held_out": 0.5}))
+    report = get(telemetry.finish.remote("finished", None, GroupCounts(sampled=32, trained=32)))
+    assert (report["status"], report["steps"]) == ("finished", 2)
+    assert (report["eval_before"], report["eval_after"]) == (0.2, 0.5)
+    assert report["groups"]["trained"] == 32 and report["groups"]["lost"] == 0
+    assert report["sync_s_median"] == 0.05
+    assert report["tokens_generated"] == 100
+    assert 50e6 < report["peak_memory_bytes"] < 50e9
+    assert report["problems"] == []
+    assert len(recorded_spans(config)) == 7
+    assert (config.run_dir / files.REPORT_HTML).exists()
+    again = get(telemetry.finish.remote("failed", "asked twice", None))
+    assert again == report == json.loads((config.run_dir / files.REPORT_JSON).read_text())
+
+
+@pytest.mark.usefixtures("cluster")
+def test_a_slow_actor_delays_nobody_and_none_of_its_spans_is_lost_or_written_twice(config: Config) -> None:
+    slow, fast = source("slow"), source("fast")
+    get(slow.set_delay.remote(1.5))
+    get(slow.add.remote(5))
+    telemetry = make(config, {"slow": slow, "fast": fast}, deadline_s=0.2)
+    get(fast.add.remote(3))
+    start = time.monotonic()
+    get(telemetry.log.remote(1, {"loss": 0.1}))
+    assert time.monotonic() - start < 1.0
+    deadline = time.monotonic() + 20
+    while len(recorded_spans(config)) < 8 and time.monotonic() < deadline:
+        time.sleep(0.1)
+    get(slow.set_delay.remote(0.0))
+    status = get(telemetry.status.remote())
+    assert status["unreachable"].keys() == {"slow"}
+    get(telemetry.finish.remote("finished", None, None))
+    actors = sorted(span["actor"] for span in recorded_spans(config))
+    assert actors == ["fast"] * 3 + ["slow"] * 5
+
+
+@pytest.mark.usefixtures("cluster")
+def test_a_dead_actor_is_counted_by_name_and_the_report_is_written(config: Config) -> None:
+    dead, alive = source("dead"), source("alive")
+    get(dead.counts.remote())
+    telemetry = make(config, {"dead": dead, "alive": alive})
+    get(telemetry.status.remote())
+    ray.kill(dead)
+    get(alive.add.remote(2))
+    deadline = time.monotonic() + 20
+    while time.monotonic() < deadline:
+        status = get(telemetry.status.remote())
+        if status["unreachable"].get("dead", 0) > 3 and len(recorded_spans(config)) == 2:
+            break
+        time.sleep(0.1)
+    assert status["unreachable"].keys() == {"dead"}
+    report = get(telemetry.finish.remote("failed", "a rank died", None))
+    assert report["groups"]["sampled"] == 12, "the last counts seen stand"
+    assert any("dead" in problem for problem in report["problems"])
+
+
+@pytest.mark.usefixtures("cluster")
+def test_tokens_of_a_restarted_worker_are_added_and_not_taken_back(config: Config) -> None:
+    worker = source("rollout-worker-0")
+    telemetry = make(config, {"rollout": worker})
+    for tokens, total in ((100, 100), (250, 250), (30, 280)):
+        get(worker.set_tokens.remote(tokens))
+        deadline = time.monotonic() + 10
+        while time.monotonic() < deadline:
+            status = get(telemetry.status.remote())
+            if status["tokens_generated"] >= total:
+                break
+            time.sleep(0.05)
+        assert status["tokens_generated"] == total
+    ray.kill(telemetry)
+
+
+@pytest.mark.usefixtures("cluster")
+def test_what_stops_the_watching_is_raised_to_whoever_logs_next(config: Config) -> None:
+    class Broken:
+        async def drain_spans(self) -> int:
+            return 3
+
+    telemetry = make(config, {"broken": ray.remote(Broken).options(num_cpus=0).remote()})
+    deadline = time.monotonic() + 10
+    with pytest.raises(TypeError):
+        while time.monotonic() < deadline:
+            get(telemetry.log.remote(1, {}))
+            time.sleep(0.05)
+    ray.kill(telemetry)
+
+
+def test_the_name_in_the_dashboard_is_the_role() -> None:
+    assert repr(object.__new__(Telemetry)) == "telemetry"

@@ -1,0 +1,351 @@
+"""Real DeepSpeed ranks on a local Ray: exactness across ranks and stages, weights out, state in and out."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+import ray
+import torch
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedTokenizerFast,
+)
+
+from actors.placement import spawn
+from actors.trainer import CONCURRENCY_GROUPS, TrainerGroup, TrainerWorker
+from raypost.config import Config, parse_config
+from raypost.errors import CheckpointError, LedgerError, WaitTimeoutError
+from raypost.types import Group, PackedGroups, RolloutState, SampleParams, Status, pack_groups
+from raypost.weights import verify, views
+
+pytestmark = [pytest.mark.usefixtures("local_ray"), pytest.mark.timeout(300)]
+VOCAB = 24
+Weights = dict[str, np.ndarray]
+
+
+def make_config(**train: object) -> Config:
+    dtype = train.pop("dtype", "float32")
+    defaults = {"num_steps": 100, "batch_size": 4, "learning_rate": 1e-3, "micro_batch_tokens": 512}
+    return parse_config({
+        "model": {"name": "tiny", "dtype": dtype},
+        "tasks": [{"source": {"kind": "reasoning_gym", "dataset": "chain_sum"}}],
+        "train": defaults | {"step_timeout_s": 60} | train,
+    })  # fmt: skip
+
+
+def make_batch(step: int, num_groups: int = 4, size: int = 4, **changes: object) -> PackedGroups:
+    """Responses of random length; token 5 is what is rewarded."""
+    rng = np.random.default_rng(step)
+    groups = []
+    for group_id in range(num_groups):
+        prompt = rng.integers(0, VOCAB, rng.integers(2, 9)).astype(np.int32)
+        states = []
+        for index in range(size):
+            length = int(rng.integers(1, 20))
+            ids = rng.integers(0, VOCAB, length).astype(np.int32)
+            state = RolloutState(
+                task="task",
+                group_id=group_id,
+                sample_index=index,
+                prompt_ids=prompt,
+                sample_params=SampleParams(max_tokens=32, temperature=0.8),
+                status=changes.get("status", Status.COMPLETED),
+                reward=float((ids == 5).mean()),
+            )
+            logprobs = rng.normal(-3.2, 0.3, length).astype(np.float32)
+            state.append_segment(ids, logprobs, np.full(length, max(0, step - 1 - index % 2), np.int32))
+            states.append(state)
+        groups.append(Group(task="task", group_id=group_id, states=states))
+    return pack_groups(groups)
+
+
+class Probe(TrainerWorker):
+    """A rank that can also build engines of other configurations in its process."""
+
+    def weights_after(
+        self, config: Config, steps: int, resume: str = "", save_at: int = 0, folder: str = ""
+    ) -> tuple[Weights | None, list[dict[str, float]]]:
+        """Train from the start (or from `resume`) up to `steps`; weights on rank 0, metrics of each step."""
+        from raypost.engine import TrainEngine
+
+        engine = TrainEngine(config, self._model_path, self._rank, self._config.train.num_workers)
+        start = engine.load(Path(resume)) if resume else 0
+        metrics = []
+        for step in range(start + 1, steps + 1):
+            metrics.append(engine.train_step(make_batch(step), step))
+            if step == save_at:
+                engine.save(Path(folder))
+        weights = {n: d.view(np.float32).copy() for n, d, _, _ in engine.gather_weights()}
+        return weights or None, metrics
+
+    def poisoned(self, config: Config) -> tuple[Weights, Weights, Weights, list[dict[str, float]]]:
+        """Weights before, after a step whose loss overflows, and after a good one; metrics of both."""
+        from raypost.engine import TrainEngine
+
+        engine = TrainEngine(config, self._model_path, self._rank, 1)
+        bad = make_batch(1)
+        bad.columns[2][:] = -300.0
+
+        def weights() -> Weights:
+            return {n: d.view(np.float32).copy() for n, d, _, _ in engine.gather_weights()}
+
+        before = weights()
+        first = engine.train_step(bad, 1)
+        after_bad = weights()
+        second = engine.train_step(make_batch(2), 2)
+        return before, after_bad, weights(), [first, second]
+
+    def num_published(self) -> int:
+        return len(self._published)
+
+
+@pytest.fixture(scope="module")
+def model_path(tmp_path_factory: pytest.TempPathFactory) -> str:
+    path = tmp_path_factory.mktemp("model")
+    torch.manual_seed(0)
+    config = LlamaConfig(vocab_size=VOCAB, hidden_size=32, intermediate_size=64, num_hidden_layers=2,
+                         num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=64,
+                         tie_word_embeddings=True, initializer_range=0.2)  # fmt: skip
+    LlamaForCausalLM(config).save_pretrained(path)
+    words = {f"w{i}": i for i in range(VOCAB)}
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(WordLevel(words, "w0")), eos_token="w1")
+    tokenizer.save_pretrained(path)
+    return str(path)
+
+
+def make_group(model_path: str, config: Config, cls: type = Probe) -> TrainerGroup:
+    workers = [
+        spawn(cls, config, model_path, rank, name=f"trainer-{rank}-of-{id(config)}", concurrency_groups=CONCURRENCY_GROUPS)
+        for rank in range(config.train.num_workers)
+    ]  # fmt: skip
+    return TrainerGroup(workers, config)
+
+
+@pytest.fixture(scope="module")
+def solo(local_ray: None, model_path: str) -> Iterator[TrainerGroup]:
+    group = make_group(model_path, make_config())
+    asyncio.run(group.start())
+    yield group
+    asyncio.run(group.shutdown())
+
+
+@pytest.fixture(scope="module")
+def pair(local_ray: None, model_path: str) -> Iterator[TrainerGroup]:
+    group = make_group(model_path, make_config(num_workers=2, zero_stage=3))
+    asyncio.run(group.start())
+    yield group
+    asyncio.run(group.shutdown())
+
+
+@pytest.fixture
+async def fresh(local_ray: None, model_path: str) -> AsyncIterator[TrainerGroup]:
+    group = make_group(model_path, make_config())
+    await group.start()
+    yield group
+    await group.shutdown()
+
+
+async def fit(group: TrainerGroup, step: int) -> dict[str, float]:
+    return await group.fit(ray.put(make_batch(step)), step)
+
+
+def largest_difference(a: Weights, b: Weights) -> float:
+    assert a.keys() == b.keys()
+    return max(float(np.abs(a[name] - b[name]).max()) for name in a)
+
+
+async def trained(group: TrainerGroup, **train: object) -> tuple[Weights, list[dict[str, float]]]:
+    config = make_config(num_workers=len(group._workers), **train)
+    return (await group._each("weights_after", config, 3))[0]
+
+
+@pytest.mark.parametrize("minibatches", [1, 2])
+async def test_update_depends_neither_on_ranks_nor_on_micro_batches_nor_on_zero_stage(
+    solo, pair, minibatches
+):
+    reference, expected = await trained(solo, zero_stage=0, num_minibatches=minibatches)
+    variants = {f"1 rank, stage {s}": (solo, {"zero_stage": s}) for s in (1, 2, 3)}
+    variants["1 rank, stage 1, small"] = (solo, {"zero_stage": 1, "micro_batch_tokens": 128})
+    variants |= {f"2 ranks, stage {s}": (pair, {"zero_stage": s}) for s in range(4)}
+    variants |= {
+        f"2 ranks, stage {s}, small": (pair, {"zero_stage": s, "micro_batch_tokens": 128}) for s in range(4)
+    }
+    for name, (group, train) in variants.items():
+        weights, metrics = await trained(group, num_minibatches=minibatches, **train)
+        assert largest_difference(weights, reference) < 1e-5, name
+        for got, want in zip(metrics, expected, strict=True):
+            assert got.keys() == want.keys(), name
+            for key in want.keys() - {"step_s", "tokens_per_s"}:
+                assert got[key] == pytest.approx(want[key], rel=1e-4, abs=1e-5), (name, key)
+    assert expected[0]["num_samples"] == 16 and expected[0]["grad_norm"] > 0
+    assert ("logprob_mismatch_max" in expected[1]) and ("logprob_mismatch_max_lag1" in expected[1])
+    if minibatches == 2:
+        assert expected[0]["ratio_max"] > 1.0
+
+
+async def test_published_weights_are_those_of_the_hugging_face_model(fresh, pair, model_path, tmp_path):
+    for group in (fresh, pair):
+        manifest, refs = await group.publish(0)
+        buckets = ray.get(refs)
+        verify(manifest, buckets)
+        expected = AutoModelForCausalLM.from_pretrained(model_path).state_dict()
+        got = dict(views(manifest, buckets))
+        assert {entry.name for entry in got} == expected.keys() - {"lm_head.weight"}
+        for entry, data in got.items():
+            assert entry.dtype == "float32" and entry.shape == tuple(expected[entry.name].shape)
+            assert np.array_equal(data.view(np.float32), expected[entry.name].numpy().ravel())
+
+
+async def test_versions_differ_after_a_step_and_only_two_are_kept(fresh, model_path):
+    digests = [(await fresh.publish(0))[0].digest]
+    for step in (1, 2, 3):
+        await fit(fresh, step)
+        manifest, _ = await fresh.publish(step)
+        assert manifest.version == step
+        digests.append(manifest.digest)
+        assert await fresh._each("num_published") == [min(2, step + 1)]
+    assert len(set(digests)) == 4
+    assert (await fresh.publish(4))[0].digest == digests[-1]
+
+
+async def test_exported_model_gives_the_logprobs_of_the_trainer(fresh, pair, tmp_path):
+    for group in (fresh, pair):
+        await fit(group, group.step + 1)
+        path = tmp_path / f"export-{len(group._workers)}"
+        await group.save_hf(path)
+        assert AutoTokenizer.from_pretrained(path).eos_token == "w1"
+        ids = np.arange(1, 13, dtype=np.int32)
+        model = AutoModelForCausalLM.from_pretrained(path)
+        with torch.no_grad():
+            log_p = torch.log_softmax(model(torch.from_numpy(ids.astype(np.int64))[None]).logits[0], -1)
+        expected = log_p[:-1].gather(1, torch.from_numpy(ids[1:].astype(np.int64))[:, None])[:, 0].numpy()
+        got = await group.canary(ids)
+        assert got.dtype == np.float32 and np.abs(got - expected).max() < 1e-5
+
+
+@pytest.mark.parametrize("stage", [0, 1, 3])
+async def test_a_restored_run_goes_on_bit_for_bit(solo, tmp_path, stage):
+    config, folder = make_config(zero_stage=stage), str(tmp_path)
+    straight, _ = (await solo._each("weights_after", config, 4, "", 2, folder))[0]
+    resumed, _ = (await solo._each("weights_after", config, 4, folder))[0]
+    assert largest_difference(straight, resumed) == 0.0
+
+
+async def test_group_restores_its_step_and_refuses_a_checkpoint_that_does_not_fit(fresh, solo, tmp_path):
+    for step in (1, 2):
+        await fit(fresh, step)
+    await fresh.save(tmp_path / "trainer")
+    manifest, _ = await fresh.publish(2)
+    await fit(fresh, 3)
+    assert await fresh.load(tmp_path / "trainer") == fresh.step == 2
+    assert (await fresh.publish(2))[0].digest == manifest.digest
+    with pytest.raises(CheckpointError, match="saved with zero_stage 1, this run has 2"):
+        await solo._each("weights_after", make_config(zero_stage=2), 3, str(tmp_path / "trainer"))
+    with pytest.raises(CheckpointError, match=r"trainer\.json"):
+        await fresh.load(tmp_path / "nothing")
+
+
+async def test_a_step_is_trained_once(fresh):
+    first = await fit(fresh, 1)
+    digest = (await fresh.publish(1))[0].digest
+    assert await fit(fresh, 1) == first
+    assert (await fresh.publish(1))[0].digest == digest
+    await fit(fresh, 2)
+    with pytest.raises(LedgerError, match="step 1 cannot be trained: step 2 was the last"):
+        await fit(fresh, 1)
+    assert (await fresh.fit(ray.put(make_batch(3))))["skipped_steps"] == 0 and fresh.step == 3
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+async def test_a_step_without_finite_gradient_changes_nothing_and_training_goes_on(solo, stage):
+    # Without a bound, weights of exp(300) overflow the loss.
+    config = make_config(zero_stage=stage, importance_cap=3e38)
+    (skipped,) = await solo._each("poisoned", config)
+    before, after_bad, after_good, metrics = skipped
+    assert largest_difference(before, after_bad) == 0.0
+    assert largest_difference(before, after_good) > 0.0
+    assert [m["skipped_steps"] for m in metrics] == [1.0, 1.0]
+    assert "grad_norm" not in metrics[0] and "grad_norm" in metrics[1]
+    assert all(np.isfinite(list(m.values())).all() for m in metrics)
+
+
+async def test_a_batch_without_anything_trainable_is_skipped_and_counted(fresh):
+    digest = (await fresh.publish(0))[0].digest
+    metrics = await fresh.fit(ray.put(make_batch(1, status=Status.FAILED)))
+    assert (metrics["skipped_steps"], metrics["num_samples"], metrics["left_out"]) == (1.0, 0.0, 20.0)
+    assert (await fresh.publish(1))[0].digest == digest
+    assert (await fit(fresh, 2))["skipped_steps"] == 1.0
+
+
+async def test_training_raises_the_reward_of_what_is_sampled(fresh):
+    ids = np.asarray([1, 2, 3, 5], np.int32)
+    before = (await fresh.canary(ids))[-1]
+    for step in range(1, 16):
+        await fit(fresh, step)
+    assert (await fresh.canary(ids))[-1] > before + 0.1
+
+
+async def test_time_is_accounted_for_by_kind_and_actor(fresh, tmp_path):
+    await fit(fresh, 1)
+    await fresh.publish(1)
+    await fresh.save(tmp_path)
+    spans = await fresh.drain_spans()
+    assert {(span.actor, span.kind) for span in spans} == {
+        ("trainer-0", kind) for kind in ("train", "sync", "checkpoint")}  # fmt: skip
+    assert all(span.end_s > span.start_s for span in spans)
+    assert await fresh.drain_spans() == []
+
+
+class Stuck:
+    """Answers every call but the steps of rank 1."""
+
+    def __init__(self, config: Config, model_path: str, rank: int) -> None:
+        self._rank = rank
+
+    def train_step(self, packed: PackedGroups, step: int) -> dict[str, float]:
+        if self._rank == 1:
+            threading.Event().wait(20)
+        if self._rank == 2:
+            raise CheckpointError("rank 2 is broken")
+        return {}
+
+    @ray.method(concurrency_group="control")
+    def close(self) -> None:
+        pass
+
+
+@pytest.mark.parametrize(("ranks", "error", "text"), [
+    (2, WaitTimeoutError, "waited 1 s for train_step of trainer-1$"),
+    (3, CheckpointError, "rank 2 is broken"),
+])  # fmt: skip
+async def test_a_late_rank_is_named_and_a_broken_one_is_not_waited_for(ranks, error, text):
+    config = make_config(num_workers=ranks, batch_size=6, step_timeout_s=1 if ranks == 2 else 15)
+    group = make_group("", config, Stuck)
+    await asyncio.gather(*(worker.close.remote() for worker in group._workers))
+    start = asyncio.get_running_loop().time()
+    with pytest.raises(error, match=text):
+        await group.fit(ray.put(1))
+    assert asyncio.get_running_loop().time() - start < 5
+    await group.shutdown()
+
+
+async def test_ranks_find_each_other_at_the_nodes_address(pair):
+    infos = await pair._each("setup", "unused", 0)
+    assert [info["rank"] for info in infos] == [0, 1] and len({info["pid"] for info in infos}) == 2
+    address, port = (await pair._each("rendezvous", ranks=[0]))[0]
+    assert address == ray.util.get_node_ip_address() and port > 0
+
+
+def test_the_number_of_workers_must_be_that_of_the_configuration():
+    with pytest.raises(ValueError, match=r"0 workers, but train\.num_workers is 1"):
+        TrainerGroup([], make_config())

@@ -1,0 +1,216 @@
+"""The main job end to end: real vLLM, real DeepSpeed, real Ray, the quickstart's model with a short warm-up."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from jobs.private_cluster import PrivateCluster
+
+ROOT = Path(__file__).resolve().parents[2]
+DEADLINE_S = 240
+SMALL = [
+    "model.options.steps=60",
+    "eval.num_prompts=16",
+    "train.batch_size=4",
+    "tasks.0.group_size=4",
+    "rollout.kv_cache_gb=0.25",
+]
+
+pytestmark = pytest.mark.timeout(600)
+
+
+class Job:
+    """One run of jobs.train as a process of its own, on the given cluster."""
+
+    def __init__(self, cluster: PrivateCluster, folder: Path, name: str, *overrides: str) -> None:
+        self.run_dir = folder / "runs" / name
+        self.log = folder / f"{name}-{time.monotonic_ns()}.log"
+        command = [sys.executable, "-m", "jobs.train", "--config", "jobs/recipes/quickstart.yaml"]
+        command += ["--name", name, "--runs-dir", str(folder / "runs")]
+        command += [f"model.cache_dir={folder / 'cache'}", *SMALL, *overrides]
+        with self.log.open("w") as output:
+            self.process = subprocess.Popen(
+                command, cwd=ROOT, env=cluster.env(), stdout=output, stderr=subprocess.STDOUT
+            )
+
+    def wait(self) -> int:
+        """Exit code."""
+        try:
+            return self.process.wait(DEADLINE_S)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+            raise AssertionError(f"the job did not end within {DEADLINE_S} s:\n{self.output()}") from None
+
+    def output(self) -> str:
+        return self.log.read_text()
+
+    def report(self) -> dict[str, Any]:
+        return json.loads((self.run_dir / "report.json").read_text())
+
+    def steps(self) -> list[dict[str, Any]]:
+        path = self.run_dir / "metrics.jsonl"
+        lines = path.read_text().splitlines() if path.exists() else []
+        return [record for record in map(json.loads, lines) if "loss" in record]
+
+    def until_step(self, step: int) -> None:
+        end = time.monotonic() + DEADLINE_S
+        while time.monotonic() < end:
+            assert self.process.poll() is None, f"the job ended early:\n{self.output()}"
+            if any(record["step"] >= step for record in self.steps()):
+                return
+            time.sleep(0.1)
+        raise AssertionError(f"step {step} was not reached:\n{self.output()}")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Runs and the model cache, shared by this module's tests: the model is made once."""
+    return tmp_path_factory.mktemp("train")
+
+
+@pytest.fixture(autouse=True)
+def no_engine_is_left() -> Iterator[None]:
+    """Whatever a job started, it is gone when the job is."""
+    before = engines()
+    yield
+    end = time.monotonic() + 20
+    while (left := engines() - before) and time.monotonic() < end:
+        time.sleep(0.2)
+    assert not left, f"processes outlived their job: {left}"
+
+
+def engines() -> set[int]:
+    """Processes of rollout workers, trainer ranks and engines now."""
+    found = set()
+    for process in psutil.process_iter(["pid", "cmdline"]):
+        line = " ".join(process.info["cmdline"] or [])
+        if any(word in line for word in ("ray::RolloutWorker", "ray::TrainerWorker", "VLLM::", "EngineCore")):
+            found.add(process.info["pid"])
+    return found
+
+
+def assert_adds_up(report: dict[str, Any]) -> None:
+    groups = report["groups"]
+    rest = {name: count for name, count in groups.items() if name != "sampled"}
+    assert groups["sampled"] == sum(rest.values())
+    assert groups["lost"] == 0
+
+
+def test_quickstart_trains_syncs_and_accounts_for_every_group(
+    private_cluster: PrivateCluster, folder: Path
+) -> None:
+    job = Job(private_cluster, folder, "short", "train.num_steps=6")
+    assert job.wait() == 0, job.output()
+    report, steps = job.report(), job.steps()
+    assert report["status"] == "finished" and report["steps"] == 6
+    assert_adds_up(report)
+    assert report["groups"]["trained"] == 6 * 4 and report["groups"]["in_flight"] == 0
+    assert [record["step"] for record in steps] == [1, 2, 3, 4, 5, 6]
+    syncs = [json.loads(line) for line in (job.run_dir / "syncs.jsonl").read_text().splitlines()]
+    assert [sync["version"] for sync in syncs] == [0, 1, 2, 3, 4, 5, 6]
+    assert len({sync["digest"] for sync in syncs}) == 7, "every step changed the weights"
+    assert all(sync["canary_difference"] < 1e-3 for sync in syncs)
+    assert report["logprob_mismatch_max"] < 1e-3
+    assert report["staleness_max"] <= 1
+    for name in ("eval_before", "eval_after"):
+        assert 0 <= report[name] <= 1
+    for name in ("config.yaml", "report.html", "ledger.jsonl"):
+        assert (job.run_dir / name).stat().st_size > 0
+
+
+@pytest.mark.parametrize(("max_staleness", "bound"), [(0, 0), (2, 2)])
+def test_no_group_is_trained_beyond_its_staleness_bound(
+    private_cluster: PrivateCluster, folder: Path, max_staleness: int, bound: int
+) -> None:
+    job = Job(
+        private_cluster,
+        folder,
+        f"staleness-{max_staleness}",
+        "train.num_steps=8",
+        "eval.num_prompts=0",
+        f"tasks.0.strategy.max_staleness={max_staleness}",
+        "tasks.0.strategy.over_sample_threshold=1.0",
+    )
+    assert job.wait() == 0, job.output()
+    staleness = [age for record in job.steps() for age in record["staleness"]]
+    assert len(staleness) == 8 * 4
+    assert max(staleness) <= bound
+    assert job.report()["staleness_max"] == max(staleness)
+    assert_adds_up(job.report())
+
+
+def test_two_workers_two_ranks_and_a_killed_engine_lose_no_group(
+    private_cluster: PrivateCluster, folder: Path
+) -> None:
+    job = Job(
+        private_cluster,
+        folder,
+        "killed",
+        "train.num_steps=14",
+        "eval.num_prompts=0",
+        "rollout.num_workers=2",
+        "train.num_workers=2",
+        "train.zero_stage=2",
+    )
+    before = rollout_workers()
+    job.until_step(2)
+    started = rollout_workers() - before
+    assert len(started) == 2
+    os.kill(min(started), signal.SIGKILL)
+    assert job.wait() == 0, job.output()
+    report = job.report()
+    assert report["status"] == "finished" and report["steps"] == 14
+    assert_adds_up(report)
+    assert report["groups"]["trained"] == 14 * 4
+    assert "restarts and catches up" in job.output() or report["groups"]["failed"] == 0
+
+
+def rollout_workers() -> set[int]:
+    return {
+        process.info["pid"]
+        for process in psutil.process_iter(["pid", "cmdline"])
+        if "ray::RolloutWorker" in " ".join(process.info["cmdline"] or [])
+    }
+
+
+def test_stopped_job_saves_and_the_same_command_continues(
+    private_cluster: PrivateCluster, folder: Path
+) -> None:
+    first = Job(private_cluster, folder, "stopped", "train.num_steps=12")
+    first.until_step(3)
+    first.process.send_signal(signal.SIGTERM)
+    assert first.wait() == 0, first.output()
+    stopped = first.report()
+    assert stopped["status"] == "stopped" and 3 <= stopped["steps"] < 12
+    assert_adds_up(stopped)
+
+    second = Job(private_cluster, folder, "stopped", "train.num_steps=12")
+    assert second.wait() == 0, second.output()
+    report = second.report()
+    assert report["status"] == "finished" and report["steps"] == 12
+    assert_adds_up(report)
+    assert report["groups"]["trained"] == 12 * 4
+    assert [record["step"] for record in second.steps()] == list(range(1, 13))
+    assert f"continuing after step {stopped['steps']}" in second.output()
+
+
+def test_refused_configuration_starts_and_writes_nothing(
+    private_cluster: PrivateCluster, folder: Path
+) -> None:
+    begin = time.monotonic()
+    job = Job(private_cluster, folder, "refused", "tasks.0.group_size=1", "train.num_workers=3")
+    assert job.wait() == 2
+    assert time.monotonic() - begin < 30
+    assert "group_size is 1" in job.output() and "not divisible by train.num_workers 3" in job.output()
+    assert not job.run_dir.exists()

@@ -1,0 +1,272 @@
+"""A world for production without Ray: an event loop whose clock jumps, and a scripted rollout pool.
+
+`virtual(main())` runs a coroutine under a virtual clock: as soon as nothing else can happen, time jumps to
+the next timer, so a test that waits an hour takes no time, and a deadlock is an error at once.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import selectors
+from collections.abc import Callable, Coroutine
+from typing import Any, TypeVar
+
+import numpy as np
+
+from raypost.config import JudgeConfig, SourceConfig, StrategyConfig, TaskConfig
+from raypost.errors import StaleWeightsError
+from raypost.ledger import Ledger
+from raypost.producer import Producer, TaskRuntime
+from raypost.replay_buffer import ReplayBuffer
+from raypost.sampler import Sampler
+from raypost.strategy import build_strategy
+from raypost.types import Group, RolloutState, SampleParams, Status
+
+T = TypeVar("T")
+STOP = 2
+
+
+class _JumpSelector(selectors.DefaultSelector):
+    """Instead of waiting for a timer, makes it due."""
+
+    loop: VirtualClockLoop
+
+    def select(self, timeout: float | None = None) -> list[Any]:
+        ready = super().select(0)
+        if not ready and timeout is None:
+            raise RuntimeError("deadlock: every task waits, and no timer is set")
+        if not ready and timeout:
+            self.loop.now += timeout
+        return ready
+
+
+class VirtualClockLoop(asyncio.SelectorEventLoop):
+    """An event loop that never sleeps."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+        selector = _JumpSelector()
+        selector.loop = self
+        super().__init__(selector)
+
+    def time(self) -> float:
+        return self.now
+
+
+def virtual(main: Coroutine[Any, Any, T]) -> T:
+    """Run `main` under a virtual clock."""
+    with asyncio.Runner(loop_factory=VirtualClockLoop) as runner:
+        return runner.run(main)
+
+
+class HostDied(Exception):
+    """Stands for the error a caller sees when the actor that ran its call is gone."""
+
+
+class Numbers:
+    """A source whose prompt i is the number i."""
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+
+    def __len__(self) -> int:
+        return self.size
+
+    def sample(self, index: int) -> Number:
+        return Number(index)
+
+
+class Number:
+    def __init__(self, index: int) -> None:
+        self.text, self.metadata = str(index), {"answer": str(index)}
+
+
+def encode(prompt: Number) -> Any:
+    return np.arange(3, 3 + len(prompt.text), dtype=np.int32)
+
+
+class Pool:
+    """Rollout pool and agent loop in one: a member takes `seconds`, a token each; a pause interrupts it.
+
+    `fate(group)` says what becomes of a group: "ok", "uniform", "failed", "died", "bug", "hang" (does not
+    react to a pause until cancelled) or "stubborn" (not even to the first cancellation).
+    """
+
+    def __init__(self) -> None:
+        self.version: int | None = None
+        self.paused = asyncio.Event()
+        self.paused.set()
+        self.generating = 0
+        self.pauses = 0
+        self.lost_pauses = 0
+        self.seconds: Callable[[Group], int] = lambda group: 1 + group.group_id % 3
+        self.fate: Callable[[Group], str] = lambda group: "ok"
+        self.started: list[int] = []
+        self.interrupts = 0
+
+    async def pause(self) -> None:
+        self.pauses += 1
+        if self.pauses > self.lost_pauses:
+            self.paused.set()
+
+    async def resume(self, version: int) -> None:
+        if self.version is not None and version < self.version:
+            raise StaleWeightsError(f"the pool holds {self.version}")
+        self.version = version
+        self.paused.clear()
+
+    async def interrupt(self) -> None:
+        self.interrupts += 1
+
+    async def run(self, group: Group) -> Group:
+        self.started.append(group.group_id)
+        self.generating += 1
+        try:
+            return await self._run(group)
+        finally:
+            self.generating -= 1
+
+    async def _run(self, group: Group) -> Group:
+        fate = self.fate(group)
+        if fate in ("hang", "stubborn"):
+            await self._hang(stubborn=fate == "stubborn")
+        if fate == "died":
+            raise HostDied(f"group {group.group_id}")
+        if fate == "bug":
+            raise ZeroDivisionError(f"group {group.group_id}")
+        todo = [state for state in group.states if state.status is not Status.COMPLETED]
+        await asyncio.gather(*(self._generate(state, self.seconds(group), fate) for state in todo))
+        return group
+
+    async def _hang(self, *, stubborn: bool) -> None:
+        try:
+            await asyncio.sleep(1e6)
+        except asyncio.CancelledError:
+            if not stubborn:
+                raise
+            await asyncio.sleep(1e6)
+
+    async def _generate(self, state: RolloutState, length: int, fate: str) -> None:
+        if state.status is Status.EXPIRED:
+            state.reset()
+        while state.num_tokens < length:
+            if self.paused.is_set():
+                state.status, state.finish_reason = Status.ABORTED, "abort"
+                state.num_aborts += 1
+                return
+            try:
+                async with asyncio.timeout(1.0):
+                    await self.paused.wait()
+            except TimeoutError:
+                assert self.version is not None
+                one = np.ones(1, np.int32)
+                state.append_segment(one, -one.astype(np.float32), one * self.version)
+        if fate == "failed":
+            state.status, state.error = Status.FAILED, "scripted"
+            return
+        state.status, state.finish_reason = Status.COMPLETED, "stop"
+        state.reward = 1.0 if fate == "uniform" else float(state.sample_index % 2)
+
+
+def task_config(
+    name: str = "default", *, weight: float = 1.0, group_size: int = 2, **strategy: Any
+) -> TaskConfig:
+    return TaskConfig(
+        name=name,
+        weight=weight,
+        group_size=group_size,
+        source=SourceConfig(kind="jsonl", dataset="numbers"),
+        judge=JudgeConfig(kind="exact"),
+        strategy=StrategyConfig(**strategy),
+    )
+
+
+class World:
+    """A producer with everything around it; must be made inside a running loop."""
+
+    def __init__(
+        self,
+        *tasks: TaskConfig,
+        batch_size: int = 2,
+        interval: int = 1,
+        pause_timeout_s: float = 60.0,
+        size: int = 50,
+        ledger: Ledger | None = None,
+        pool: Pool | None = None,
+        is_valid: Callable[[Group], bool] | None = None,
+    ) -> None:
+        loop = asyncio.get_running_loop()
+        configs = tasks or (task_config(),)
+        self.pool = pool or Pool()
+        self.strategies = {one.name: build_strategy(one.strategy, interval) for one in configs}
+        self.buffer = ReplayBuffer({name: one.limits for name, one in self.strategies.items()})
+        self.ledger = ledger or Ledger()
+        self.samplers = {one.name: Sampler(one, Numbers(size), encode, (STOP,), 0) for one in configs}
+        runtimes = [
+            TaskRuntime(one, self.samplers[one.name], self.pool, self.strategies[one.name], is_valid)
+            for one in configs
+        ]
+        self.producer = Producer(
+            runtimes,
+            self.buffer,
+            self.pool,
+            self.ledger,
+            batch_size=batch_size,
+            pause_timeout_s=pause_timeout_s,
+            retryable=(HostDied,),
+            clock=loop.time,
+        )
+
+    def start(self) -> asyncio.Task[None]:
+        return asyncio.get_running_loop().create_task(self.producer.run(), name="run")
+
+
+def state(
+    versions: list[int] | None = None,
+    *,
+    group_id: int = 0,
+    sample_index: int = 0,
+    status: Status = Status.COMPLETED,
+    reward: float | None = 1.0,
+    task: str = "default",
+    max_tokens: int = 16,
+    prompt_ids: list[int] | None = None,
+) -> RolloutState:
+    """A trajectory with one token a version."""
+    ids = np.arange(10, 10 + len(versions or []), dtype=np.int32)
+    return RolloutState(
+        task=task,
+        group_id=group_id,
+        sample_index=sample_index,
+        prompt_ids=np.asarray(prompt_ids or [5, 6], np.int32),
+        sample_params=SampleParams(max_tokens=max_tokens, stop_token_ids=(STOP,)),
+        metadata={"answer": "4"},
+        status=status,
+        reward=reward if status is Status.COMPLETED else None,
+        response_ids=ids,
+        logprobs=-ids.astype(np.float32),
+        policy_versions=np.asarray(versions or [], np.int32),
+        response_mask=np.ones(len(ids), np.bool_),
+    )
+
+
+def group(
+    group_id: int,
+    *members: list[int],
+    status: Status = Status.COMPLETED,
+    task: str = "default",
+    rewards: tuple[float, ...] = (),
+) -> Group:
+    """A group with a member for each list of versions."""
+    states = [
+        state(
+            versions,
+            group_id=group_id,
+            sample_index=index,
+            status=status,
+            task=task,
+            reward=rewards[index] if rewards else 1.0,
+        )
+        for index, versions in enumerate(members)
+    ]
+    return Group(task=task, group_id=group_id, states=states)

@@ -1,0 +1,255 @@
+"""The single-turn loop: continuation, budget, judging, failures. Rows N22, N23, N25."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+
+from raypost.agent_loop.single_turn import SingleTurnAgentLoop
+from raypost.errors import JudgeError, NoWorkersError, WaitTimeoutError
+from raypost.types import GenerateRequest, GenerateResult, Group, IntArray, RolloutState, Status
+from tests.unit.production import STOP, state, virtual
+
+
+def result(ids: list[int], reason: str, version: int = 0, logprobs: int | None = None) -> GenerateResult:
+    return GenerateResult(
+        response_ids=np.asarray(ids, np.int32),
+        logprobs=np.full(len(ids) if logprobs is None else logprobs, -0.5, np.float32),
+        policy_versions=np.full(len(ids), version, np.int32),
+        finish_reason=reason,
+        worker="w0",
+    )
+
+
+class Engine:
+    """Answers what `script` says; records what was asked."""
+
+    def __init__(self, script: Callable[[GenerateRequest], Any]) -> None:
+        self.script, self.requests = script, []
+
+    async def generate(self, request: GenerateRequest) -> GenerateResult:
+        self.requests.append(request)
+        answer = self.script(request)
+        if isinstance(answer, BaseException):
+            raise answer
+        if answer is None:
+            await asyncio.sleep(1e9)
+        return answer
+
+
+class Scorer:
+    """Reward 1 for everybody, after `seconds`, or raises."""
+
+    def __init__(self, seconds: float = 0.0, rewards: list[float] | BaseException | None = None) -> None:
+        self.seconds, self.rewards, self.calls = seconds, rewards, []
+
+    async def judge(self, states: list[RolloutState]) -> list[float]:
+        self.calls.append([one.sample_index for one in states])
+        await asyncio.sleep(self.seconds)
+        if isinstance(self.rewards, BaseException):
+            raise self.rewards
+        return [1.0] * len(states) if self.rewards is None else self.rewards
+
+
+def decode(ids: IntArray) -> str:
+    return " ".join(map(str, ids))
+
+
+def init(count: int = 1, max_tokens: int = 16) -> Group:
+    states = [state([], sample_index=i, status=Status.INIT, max_tokens=max_tokens) for i in range(count)]
+    return Group(task="default", group_id=0, states=states)
+
+
+def of(*states: RolloutState) -> Group:
+    return Group(task="default", group_id=0, states=list(states))
+
+
+def run(engine: Engine, judge: Scorer, one: Group, **options: Any) -> Group:
+    return virtual(SingleTurnAgentLoop(engine, judge, decode, **options).run(one))
+
+
+def test_a_fresh_member_is_generated_and_judged() -> None:
+    engine, judge = Engine(lambda _: result([9, STOP], "stop", 3)), Scorer()
+    done = run(engine, judge, init(2))
+    assert done.status is Status.COMPLETED and judge.calls == [[0, 1]]
+    one = done.states[0]
+    assert (one.reward, one.response_text, one.finish_reason, one.worker) == (1.0, "9 2", "stop", "w0")
+    assert one.policy_versions.tolist() == [3, 3]
+    assert len({request.request_id for request in engine.requests}) == 2
+
+
+def test_a_continuation_sends_the_exact_ids_and_what_is_left_of_the_budget() -> None:
+    """N22."""
+    one = state([5] * 30, status=Status.ABORTED, max_tokens=100, prompt_ids=list(range(3, 13)))
+    engine = Engine(lambda request: result([7] * request.sample_params.max_tokens, "length", 6))
+    done = run(engine, Scorer(), of(one)).states[0]
+    (request,) = engine.requests
+    assert request.token_ids.tolist() == [*range(3, 13), *range(10, 40)]
+    assert request.sample_params.max_tokens == 70
+    assert done.sample_params.max_tokens == 100
+    assert (done.num_tokens, done.status) == (100, Status.COMPLETED)
+    assert done.policy_versions.tolist() == [5] * 30 + [6] * 70
+
+
+def test_two_interruptions_keep_tokens_versions_and_alignment() -> None:
+    """N23."""
+    answers = iter([result([9] * 3, "abort", 5), result([9] * 2, "Abort", 7), result([9] * 4, "stop", 8)])
+    engine, judge, one = Engine(lambda _: next(answers)), Scorer(), init()
+    for aborts in (1, 2):
+        one = run(engine, judge, one)
+        assert (one.status, one.states[0].num_aborts) == (Status.ABORTED, aborts)
+        assert judge.calls == []
+    done = run(engine, judge, one).states[0]
+    assert done.policy_versions.tolist() == [5, 5, 5, 7, 7, 8, 8, 8, 8]
+    done.check_aligned()
+    assert done.status is Status.COMPLETED
+
+
+@pytest.mark.parametrize(
+    ("ids", "max_tokens"),
+    [([9, STOP], 16), ([9] * 4, 4)],
+    ids=["ends in a stop token", "budget used up"],
+)
+def test_an_abort_after_the_last_token_is_complete_without_another_request(
+    ids: list[int], max_tokens: int
+) -> None:
+    engine = Engine(lambda _: result(ids, "abort"))
+    assert run(engine, Scorer(), init(max_tokens=max_tokens)).status is Status.COMPLETED
+    one = state([0] * len(ids), status=Status.ABORTED, max_tokens=max_tokens)
+    one.response_ids = np.asarray(ids, np.int32)
+    assert run(engine, Scorer(), of(one)).status is Status.COMPLETED
+    assert len(engine.requests) == 1
+
+
+def test_a_stop_token_at_the_end_of_the_prompt_does_not_finish_it() -> None:
+    one = state([], status=Status.INIT, prompt_ids=[5, STOP])
+    engine = Engine(lambda _: result([9, STOP], "stop"))
+    assert run(engine, Scorer(), of(one)).states[0].num_tokens == 2
+
+
+def test_without_partial_rollout_an_interrupted_member_starts_again() -> None:
+    answers = iter([result([9] * 3, "abort"), result([8, STOP], "stop")])
+    engine = Engine(lambda _: next(answers))
+    once = run(engine, Scorer(), init(), enable_partial_rollout=False)
+    assert (once.status, once.num_tokens, once.states[0].num_aborts) == (Status.ABORTED, 0, 1)
+    done = run(engine, Scorer(), once, enable_partial_rollout=False).states[0]
+    assert done.response_ids.tolist() == [8, STOP]
+    assert engine.requests[1].token_ids.tolist() == [5, 6]
+
+
+def test_without_partial_rollout_a_kept_prefix_is_dropped_first() -> None:
+    engine = Engine(lambda _: result([8, STOP], "stop"))
+    done = run(engine, Scorer(), of(state([1, 1], status=Status.ABORTED)), enable_partial_rollout=False)
+    assert done.states[0].response_ids.tolist() == [8, STOP]
+    assert engine.requests[0].sample_params.max_tokens == 16
+
+
+def test_completed_members_are_neither_generated_nor_judged_again() -> None:
+    """N25: also while their sibling is interrupted."""
+    engine, judge = Engine(lambda _: result([9], "abort")), Scorer(rewards=[0.0])
+    kept = state([1, 1], sample_index=0, reward=0.25)
+    group = of(kept, state([1], sample_index=1, status=Status.ABORTED))
+    assert run(engine, judge, group).status is Status.ABORTED
+    assert (kept.status, kept.reward, judge.calls, len(engine.requests)) == (Status.COMPLETED, 0.25, [], 1)
+    engine.script = lambda _: result([STOP], "stop")
+    run(engine, judge, group)
+    assert (kept.reward, judge.calls) == (0.25, [[1]])
+
+
+def test_expired_members_start_again() -> None:
+    engine = Engine(lambda _: result([STOP], "stop", 4))
+    done = run(engine, Scorer(), of(state([1, 1], status=Status.EXPIRED)))
+    assert done.states[0].policy_versions.tolist() == [4]
+
+
+@pytest.mark.parametrize(
+    ("answer", "error"),
+    [
+        (result([], "error"), "finish reason 'error'"),
+        (result([9], "martian"), "martian"),
+        (GenerateResult.nothing("error", "w", "engine said no"), "engine said no"),
+        (result([9, 9], "stop", logprobs=3), "logprobs 3"),
+        (result([9] * 17, "length"), "17 tokens came, 16 were left"),
+        (WaitTimeoutError("too slow"), "too slow"),
+        (None, "took longer than 600 s"),
+    ],
+)
+def test_a_failure_is_failed_with_its_reason_and_siblings_go_on(answer: Any, error: str) -> None:
+    first = []
+
+    def script(request: GenerateRequest) -> Any:
+        first.append(request.request_id)
+        return answer if len(first) == 1 else result([STOP], "stop")
+
+    done = run(Engine(script), Scorer(), init(2))
+    failed, fine = done.states
+    assert (failed.status, failed.reward) == (Status.FAILED, None) and error in str(failed.error)
+    assert (fine.status, fine.reward) == (Status.COMPLETED, 1.0)
+    assert done.status is Status.FAILED
+
+
+@pytest.mark.parametrize(
+    "rewards", [JudgeError("no verdict"), [1.0], [float("nan"), float("nan")]], ids=["raises", "short", "nan"]
+)
+def test_a_judges_failure_is_never_a_reward(rewards: Any) -> None:
+    done = run(Engine(lambda _: result([STOP], "stop")), Scorer(rewards=rewards), init(2))
+    assert {(one.status, one.reward) for one in done.states} == {(Status.FAILED, None)}
+    assert all(one.error for one in done.states)
+
+
+@pytest.mark.parametrize("error", [NoWorkersError("all gone"), ConnectionError("host died")])
+def test_what_is_no_members_fault_is_raised(error: Exception) -> None:
+    with pytest.raises(type(error)):
+        run(Engine(lambda _: error), Scorer(), init(2))
+    with pytest.raises(type(error)):
+        run(Engine(lambda _: result([STOP], "stop")), Scorer(rewards=error), init(2))
+
+
+def test_interrupted_judging_keeps_the_tokens_and_is_done_later() -> None:
+    async def main() -> None:
+        engine, judge = Engine(lambda _: result([9, 8], "stop", 1)), Scorer(seconds=1000)
+        loop = SingleTurnAgentLoop(engine, judge, decode, judge_grace_s=10)
+        running = asyncio.create_task(loop.run(init(2)))
+        await asyncio.sleep(1)
+        await loop.interrupt()
+        one = await running
+        assert asyncio.get_running_loop().time() == pytest.approx(11)
+        assert [(m.status, m.num_tokens, m.reward) for m in one.states] == [(Status.ABORTED, 2, None)] * 2
+        judge.seconds = 0
+        done = await loop.run(one)
+        assert (done.status, len(engine.requests), len(judge.calls)) == (Status.COMPLETED, 2, 2)
+
+    virtual(main())
+
+
+def test_judging_that_ends_within_the_grace_period_counts() -> None:
+    async def main() -> None:
+        loop = SingleTurnAgentLoop(
+            Engine(lambda _: result([STOP], "stop")), Scorer(seconds=5), decode, judge_grace_s=10
+        )
+        running = asyncio.create_task(loop.run(init()))
+        await asyncio.sleep(1)
+        await loop.interrupt()
+        assert (await running).status is Status.COMPLETED
+
+    virtual(main())
+
+
+def test_a_cancelled_run_leaves_no_member_that_looks_finished_and_no_judge_running() -> None:
+    async def main() -> None:
+        one = init()
+        loop = SingleTurnAgentLoop(Engine(lambda _: result([STOP], "stop")), Scorer(seconds=99), decode)
+        running = asyncio.create_task(loop.run(one))
+        await asyncio.sleep(1)
+        running.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await running
+        await asyncio.sleep(1)
+        assert one.status is not Status.COMPLETED
+        assert asyncio.all_tasks() == {asyncio.current_task()}
+
+    virtual(main())

@@ -1,0 +1,310 @@
+"""The command line: plans in under three seconds, refuses in one message, and asks Ray for exactly one job."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, HTTPServer
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from click.testing import Result
+from typer.testing import CliRunner
+
+from raypost import cli
+from raypost.errors import ClusterError, ConfigError
+from raypost.resources import ClusterResources
+from raypost.types import GroupCounts
+from tests.unit.test_config import changed
+from tests.unit.test_plan import everything_below
+
+ROOT = Path(__file__).resolve().parents[2]
+NODES = [
+    {"state": "ALIVE", "resources_total": {"CPU": 8.0, "node:10.0.0.1": 1.0}},
+    {"state": "DEAD", "resources_total": {"CPU": 64.0}},
+]
+
+
+@pytest.fixture
+def recipe(tmp_path: Path) -> Path:
+    """A configuration file that works, whose runs would go below tmp_path."""
+    path = tmp_path / "recipe.yaml"
+    path.write_text(yaml.safe_dump(changed(name="trial", runs_dir=str(tmp_path / "runs"))))
+    return path
+
+
+class Dashboard(HTTPServer):
+    """Answers as Ray's dashboard does when asked for its nodes; `asked` keeps path and token of each request."""
+
+    def __init__(self) -> None:
+        self.asked: list[tuple[str, str | None]] = []
+        self.answer: Any = {"result": True, "data": {"result": {"total": 2, "result": NODES}}}
+        super().__init__(("127.0.0.1", 0), _Handler)
+        self.url = f"http://127.0.0.1:{self.server_port}"
+
+
+class _Handler(BaseHTTPRequestHandler):
+    server: Dashboard
+
+    def do_GET(self) -> None:
+        self.server.asked.append((self.path, self.headers["Authorization"]))
+        body = json.dumps(self.server.answer).encode()
+        self.send_response(200)
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, *_: object) -> None:
+        pass
+
+
+@pytest.fixture
+def dashboard() -> Iterator[Dashboard]:
+    server = Dashboard()
+    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
+    thread.start()
+    yield server
+    server.shutdown()
+    thread.join(5)
+    server.server_close()
+
+
+def run(*arguments: object) -> Result:
+    return CliRunner().invoke(cli.app, [str(argument) for argument in arguments])
+
+
+# ---------------------------------------------------------------- plan
+
+
+def test_plan_shows_placement_bound_arithmetic_and_writes_nothing(recipe: Path, tmp_path: Path) -> None:
+    before = everything_below(tmp_path)
+    result = run("plan", "--config", recipe, "--node", '{"CPU": 4}', "tasks.0.strategy.max_staleness=2")
+    assert result.exit_code == 0, result.output
+    for part in (
+        "trial",
+        "new run",
+        "rollout_worker",
+        "rollout-0",
+        "trainer-0",
+        "1 CPU",
+        "node 1",
+        "shared time",
+    ):
+        assert part in result.stdout
+    for part in (
+        "staleness 3",
+        "staleness 2: 2 steps old",
+        "groups a train step",
+        "8 of default x 8",
+        "object store",
+    ):
+        assert part in result.stdout
+    assert result.stderr == ""
+    assert everything_below(tmp_path) == before
+
+
+def test_plan_in_a_process_of_its_own_takes_less_than_three_seconds(recipe: Path, tmp_path: Path) -> None:
+    before = everything_below(tmp_path)
+    command = [sys.executable, "-m", "raypost", "plan", "--config", str(recipe)]
+    start = time.monotonic()
+    good = subprocess.run(command, capture_output=True, text=True, timeout=60, cwd=ROOT)
+    good_s, start = time.monotonic() - start, time.monotonic()
+    bad = subprocess.run(
+        [*command, "rollout.num_cpus=999"], capture_output=True, text=True, timeout=60, cwd=ROOT
+    )
+    bad_s = time.monotonic() - start
+    assert (good.returncode, bad.returncode) == (0, 2), good.stderr + bad.stderr
+    assert (good_s < 3, bad_s < 3) == (True, True), (good_s, bad_s)
+    assert bad.stdout == ""
+    assert bad.stderr.startswith("refused: 1 problem(s)")
+    assert "needs 1000 CPU" in bad.stderr
+    assert "Traceback" not in bad.stderr
+    assert everything_below(tmp_path) == before
+
+
+@pytest.mark.parametrize(
+    ("override", "part"),
+    [
+        ("train.num_stepz=3", "did you mean num_steps?"),
+        ("train.num_workers=3", "not divisible by train.num_workers 3"),
+        ("tasks.0.source.dataset=chain_sums", "did you mean chain_sum"),
+        ("model.name=./absent", "absent"),
+        ("rollout.num_workers=64", "needs 65 CPU"),
+        ("runs_dir=/dev/null", "/dev/null is a file"),
+        ("oops", "must read key=value"),
+    ],
+)
+def test_plan_refuses_on_stderr_with_exit_code_two(recipe: Path, override: str, part: str) -> None:
+    result = run("plan", "--config", recipe, "--node", '{"CPU": 8}', override)
+    assert (result.exit_code, result.stdout) == (2, "")
+    assert result.stderr.startswith("refused: ")
+    assert part in result.stderr
+
+
+@pytest.mark.parametrize("node", ["8", "{", '{"CPU": "many"}', "[1]"])
+def test_node_that_is_no_mapping_of_amounts_is_refused(recipe: Path, node: str) -> None:
+    result = run("plan", "--config", recipe, "--node", node)
+    assert result.exit_code == 2
+    assert "must be JSON such as" in result.stderr
+
+
+def test_plan_without_cluster_says_so(recipe: Path) -> None:
+    result = run("plan", "--config", recipe, "--cluster", "none", "rollout.num_workers=1000")
+    assert result.exit_code == 0
+    assert "no cluster was looked at" in result.stdout
+
+
+def test_plan_for_a_cluster_file_uses_its_largest_size(recipe: Path, tmp_path: Path) -> None:
+    types = {"head": {"resources": {"CPU": 2}}, "rollout": {"resources": {"CPU": 8}, "max_workers": 4}}
+    file = tmp_path / "cluster.yaml"
+    file.write_text(
+        yaml.safe_dump({"head_node_type": "head", "max_workers": 4, "available_node_types": types})
+    )
+    types["head"]["max_workers"] = 0
+    file.write_text(
+        yaml.safe_dump({"head_node_type": "head", "max_workers": 4, "available_node_types": types})
+    )
+    assert run("plan", "--config", recipe, "--cluster", file, "rollout.num_workers=33").exit_code == 0
+    result = run("plan", "--config", recipe, "--cluster", file, "rollout.num_workers=34")
+    assert (result.exit_code, "the cluster has 34" in result.stderr) == (2, True)
+
+
+def test_plan_for_a_running_cluster_counts_its_living_nodes(
+    recipe: Path, dashboard: Dashboard, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("RAY_AUTH_TOKEN", "sesame")
+    result = run("plan", "--config", recipe, "--cluster", dashboard.url, "rollout.num_workers=8")
+    assert "the cluster has 8" in result.stderr
+    [(path, token)] = dashboard.asked
+    assert path.startswith("/api/v0/nodes?detail=1")
+    assert token == "Bearer sesame"
+    assert "10.0.0.1" in run("plan", "--config", recipe, "--cluster", dashboard.url).stdout
+
+
+def test_cluster_that_does_not_answer_as_one_is_refused(dashboard: Dashboard) -> None:
+    dashboard.answer = {"hello": "world"}
+    with pytest.raises(ClusterError, match="no cluster answers at"):
+        ClusterResources.of_dashboard(dashboard.url)
+    with pytest.raises(ClusterError, match="no cluster answers at"):
+        ClusterResources.of_dashboard("http://127.0.0.1:1")
+
+
+# ---------------------------------------------------------------- submit
+
+
+def submit_command(config: Path, address: str, *overrides: str, **options: Any) -> list[str]:
+    given = {"submission_id": None, "env": [], "no_wait": False, **options}
+    return cli._submit_command(config, address, list(overrides), **given)
+
+
+@pytest.fixture
+def repository(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder that looks like the repository, as the current one."""
+    (tmp_path / "jobs").mkdir()
+    (tmp_path / "jobs" / "train.py").write_text("")
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def test_submit_runs_the_main_job_with_this_folder_and_an_absolute_run_folder(
+    repository: Path, dashboard: Dashboard
+) -> None:
+    Path("recipe.yaml").write_text(yaml.safe_dump(changed(name="trial")))
+    command = submit_command(
+        Path("recipe.yaml"), dashboard.url, "seed=3", submission_id="a-1", env=["LEVEL=info"], no_wait=True
+    )
+    split = command.index("--")
+    assert command[3:7] == ["job", "submit", "--address", dashboard.url]
+    assert command[command.index("--working-dir") + 1] == "."
+    assert command[command.index("--submission-id") + 1] == "a-1"
+    assert "--no-wait" in command[:split]
+    environment = json.loads(command[command.index("--runtime-env-json") + 1])
+    assert environment == {"env_vars": {"LEVEL": "info", "RAY_JOB_STOP_WAIT_TIME_S": "120"}}
+    runs = str(repository / "runs")
+    job = ["python", "-m", "jobs.train", "--config", "recipe.yaml", "--runs-dir", runs, "seed=3"]
+    assert command[split + 1 :] == job
+
+
+@pytest.mark.parametrize(
+    "name", ["HF_TOKEN", "AWS_SECRET_ACCESS_KEY", "db_password", "OPENAI_API_KEY", "apikey"]
+)
+def test_environment_that_looks_like_a_secret_is_refused_without_its_value(name: str) -> None:
+    with pytest.raises(ConfigError, match="looks like a secret") as caught:
+        cli._environment(["LEVEL=info", f"{name}=hunter2"])
+    assert name in str(caught.value)
+    assert "hunter2" not in str(caught.value)
+
+
+@pytest.mark.parametrize("pair", ["LEVEL", "=3", "A B=3", "1A=2"])
+def test_environment_that_is_no_pair_is_refused(pair: str) -> None:
+    with pytest.raises(ConfigError, match="must read NAME=VALUE"):
+        cli._environment([pair])
+
+
+@pytest.mark.parametrize("identity", ["../../x", "", "a b", "-a", "x" * 65])
+def test_unfit_submission_id_is_refused(recipe: Path, repository: Path, identity: str) -> None:
+    with pytest.raises(ConfigError, match="must be 1 to 64 letters"):
+        submit_command(recipe, "http://127.0.0.1:1", submission_id=identity)
+
+
+@pytest.mark.parametrize("address", ["auto", "ray://host:10001", "127.0.0.1:8265", "http://"])
+def test_address_that_is_no_dashboard_is_refused(recipe: Path, repository: Path, address: str) -> None:
+    with pytest.raises(ConfigError, match="must be the cluster's dashboard"):
+        submit_command(recipe, address)
+
+
+def test_what_cannot_travel_to_the_job_is_refused(
+    recipe: Path, repository: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pytest.raises(ConfigError, match="lies outside"):
+        submit_command(Path("/etc/hostname"), "http://127.0.0.1:1")
+    monkeypatch.chdir(repository / "jobs")
+    with pytest.raises(ConfigError, match=r"has no jobs/train\.py: submit from the repository's root"):
+        submit_command(recipe, "http://127.0.0.1:1")
+
+
+def test_configuration_that_cannot_work_is_not_submitted(
+    recipe: Path, repository: Path, dashboard: Dashboard
+) -> None:
+    result = run(
+        "submit", "--config", recipe, "--address", dashboard.url, "tasks.0.source.dataset=chain_sums"
+    )
+    assert result.exit_code == 2
+    assert "did you mean chain_sum" in result.stderr
+
+
+# ---------------------------------------------------------------- status, report
+
+
+def test_status_and_report_refuse_a_folder_without_a_run(tmp_path: Path) -> None:
+    for command in ("status", "report"):
+        result = run(command, tmp_path)
+        assert result.exit_code == 2
+        assert f"refused: {tmp_path} holds no run" in result.stderr
+
+
+def test_status_follows_a_run_to_its_report(recipe: Path, tmp_path: Path) -> None:
+    from raypost.config import load_config
+    from raypost.report import RunWriter
+
+    config = load_config(recipe)
+    writer = RunWriter(config.run_dir, config)
+    writer.write_step(1, {"reward_mean": 0.125, "loss": 0.5})
+    writer.write_step(2, {"reward_mean": 0.25, "loss": 0.25, "staleness": [0, 1]})
+    result = run("status", config.run_dir)
+    assert result.exit_code == 0, result.output
+    for part in ("2 of 4", "0.25", "running, or ended without a report"):
+        assert part in result.stdout
+    writer.finish("finished", None, GroupCounts(sampled=3, trained=3))
+    result = run("status", config.run_dir)
+    for part in ("finished", "groups trained", "groups lost", "report.html"):
+        assert part in result.stdout
+    (config.run_dir / "report.html").unlink()
+    result = run("report", config.run_dir)
+    assert (result.exit_code, (config.run_dir / "report.html").is_file()) == (0, True), result.output

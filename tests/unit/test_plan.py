@@ -1,0 +1,454 @@
+"""What cannot work is refused before anything starts, with both numbers and the fix; what can is laid out."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from raypost import plan
+from raypost.config import Config, load_config, parse_config
+from raypost.errors import ClusterError, ConfigError
+from raypost.resources import ClusterResources, bundles, place, shortages
+from tests.unit.test_config import changed, good
+from tests.unit.test_tokenizer import write_tokenizer
+
+RECIPES = Path(__file__).resolve().parents[2] / "jobs" / "recipes"
+GPU_NODES = [{"CPU": 96, "GPU": 8, "trainer": 8}, *[{"CPU": 96, "GPU": 8, "rollout": 8}] * 2]
+BIG = ClusterResources([{"CPU": 64.0, "GPU": 8.0, "node:10.0.0.1": 1.0}])
+
+
+def config_of(tmp_path: Path, **places: Any) -> Config:
+    return parse_config(changed(**{"runs_dir": str(tmp_path / "runs"), **places}))
+
+
+def gpu_config(tmp_path: Path, **places: Any) -> Config:
+    defaults = {"device": "cuda", "rollout__num_workers": 2, "rollout__tensor_parallel_size": 2}
+    return config_of(tmp_path, **{**defaults, "train__num_workers": 4, **places})
+
+
+def write_model(folder: Path, **config: Any) -> Path:
+    """A model folder as far as a plan looks into it; its weights are never opened."""
+    model = {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "vocab_size": 300}
+    model |= {"max_position_embeddings": 256, "num_attention_heads": 4, "eos_token_id": None}
+    write_tokenizer(folder)
+    (folder / "config.json").write_text(json.dumps({**model, **config}))
+    (folder / "model.safetensors").write_bytes(b"")
+    return folder
+
+
+def everything_below(folder: Path) -> dict[str, int]:
+    return {str(path): path.stat().st_mtime_ns for path in sorted(folder.rglob("*"))}
+
+
+def refusal(config: Config, cluster: ClusterResources | None = None) -> str:
+    with pytest.raises((ConfigError, ClusterError)) as caught:
+        plan.check(config, cluster=cluster)
+    return str(caught.value)
+
+
+# ---------------------------------------------------------------- what is refused
+
+
+def jsonl(path: Path, *lines: str) -> dict[str, Any]:
+    path.write_text("\n".join(lines))
+    return {"source": {"kind": "jsonl", "dataset": str(path)}, "judge": {"kind": "exact"}}
+
+
+def no_permission(tmp_path: Path) -> Config:
+    (tmp_path / "locked").mkdir(mode=0o500)
+    return config_of(tmp_path, runs_dir=str(tmp_path / "locked"))
+
+
+def with_model(tmp_path: Path, settings: dict[str, Any] | None = None, **model: Any) -> Config:
+    folder = write_model(tmp_path / "model", **model)
+    if settings is not None:
+        (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+    return config_of(tmp_path, model__name=str(folder), tasks=[jsonl(tmp_path / "data.jsonl", *ROWS)])
+
+
+def other_run(tmp_path: Path, **places: Any) -> Config:
+    mine = config_of(tmp_path)
+    mine.run_dir.mkdir(parents=True)
+    theirs = config_of(tmp_path, **places).model_dump(mode="json")
+    (mine.run_dir / "config.yaml").write_text(yaml.safe_dump(theirs))
+    return mine
+
+
+def foreign_folder(tmp_path: Path) -> Config:
+    mine = config_of(tmp_path)
+    mine.run_dir.mkdir(parents=True)
+    (mine.run_dir / "thesis.tex").write_text("mine")
+    return mine
+
+
+def damaged_run(tmp_path: Path) -> Config:
+    mine = other_run(tmp_path)
+    (mine.run_dir / "config.yaml").write_text("a: [")
+    return mine
+
+
+def file_as_folder(tmp_path: Path) -> Config:
+    (tmp_path / "runs").write_text("")
+    return config_of(tmp_path)
+
+
+def dataset(name: str, **params: Any) -> Callable[[Path], Config]:
+    source = {"kind": "reasoning_gym", "dataset": name, "params": params}
+    return lambda tmp_path: config_of(tmp_path, tasks__0__source=source)
+
+
+def lines(*text: str) -> Callable[[Path], Config]:
+    return lambda tmp_path: config_of(tmp_path, tasks=[jsonl(tmp_path / "data.jsonl", *text)])
+
+
+ROWS = [json.dumps({"prompt": f"{n} + 1 =", "answer": str(n + 1)}) for n in range(60)]
+BAD: dict[str, tuple[Callable[[Path], Config], list[str]]] = {
+    "missing model": (lambda p: config_of(p, model__name=str(p / "absent")), ["absent"]),
+    "tokenizer without end token": (
+        lambda p: with_model(p, settings={"pad_token": "<pad>"}),
+        ["no end-of-sequence token", "set eos_token"],
+    ),
+    "model too short": (
+        lambda p: with_model(p, max_position_embeddings=100),
+        ["is 128", "100 positions", "lower max_tokens"],
+    ),
+    "tensor parallel on cpu": (
+        lambda p: config_of(p, rollout__tensor_parallel_size=2),
+        ["tensor_parallel_size is 2", "device is cpu", "use 1"],
+    ),
+    "unknown dataset": (dataset("chain_sums"), ["'default'", "'chain_sums'", "did you mean chain_sum"]),
+    "unknown parameter": (dataset("chain_sum", max_term=3), ["max_term", "it has", "max_terms"]),
+    "impossible parameter": (
+        dataset("chain_sum", min_terms=5, max_terms=2),
+        ["chain_sum", "refuses", "max_terms"],
+    ),
+    "missing file": (
+        lambda p: config_of(
+            p, tasks=[{**jsonl(p / "x"), "source": {"kind": "jsonl", "dataset": str(p / "y")}}]
+        ),
+        ["'default'", "cannot read", "No such file"],
+    ),
+    "empty dataset": (lines(), ["holds 0 prompts", "at least one line"]),
+    "wrong keys": (
+        lines('{"question": "1", "answer": "2"}'),
+        ["line 1", '{"prompt": "...", "answer": "..."}'],
+    ),
+    "no JSON": (lines(ROWS[0], "prompt: 1"), ["line 2", "prompt: 1"]),
+    "nothing held out": (lines(ROWS[0]), ["held out", "more"]),
+    "runs_dir is a file": (file_as_folder, ["runs is a file", "choose another runs_dir="]),
+    "another run": (
+        lambda p: other_run(p, train__batch_size=16, seed=3),
+        [
+            "holds another run",
+            "seed: 3 there, 0 here",
+            "train.batch_size: 16 there, 8 here",
+            "another name=",
+            "delete",
+        ],
+    ),
+    "files of no run": (foreign_folder, ["files of no run (thesis.tex)", "choose another name="]),
+    "unreadable run": (damaged_run, ["config.yaml cannot be read", "is no YAML", "delete"]),
+    "CPU as custom resource": (
+        lambda p: config_of(p, rollout__resources={"CPU": 2}),
+        ["rollout.resources names CPU", "set rollout.num_cpus"],
+    ),
+    "no amount": (
+        lambda p: config_of(p, train__resources={"trainer": 0}),
+        ["asks for 0 'trainer'", "more than 0"],
+    ),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_bad_input_is_refused_with_value_bound_and_fix(name: str, tmp_path: Path) -> None:
+    make, parts = BAD[name]
+    config = make(tmp_path)
+    before, start = everything_below(tmp_path), time.monotonic()
+    text = refusal(config, BIG)
+    assert [part for part in parts if part not in text] == [], text
+    assert "1 problem(s)" in text
+    assert everything_below(tmp_path) == before
+    assert time.monotonic() - start < 3
+
+
+def test_folder_without_permission_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = no_permission(tmp_path)
+    if os.geteuid() == 0:  # permissions do not bind root, so the system's answer is given for it
+        monkeypatch.setattr(os, "access", lambda path, mode: "locked" not in str(path))
+    text = refusal(config)
+    assert "no permission in" in text
+    assert "choose another runs_dir=" in text
+
+
+def test_all_problems_come_at_once(tmp_path: Path) -> None:
+    config = config_of(
+        tmp_path,
+        model__name=str(tmp_path / "absent"),
+        tasks__0__source__dataset="chain_sums",
+        rollout__num_workers=100,
+    )
+    text = refusal(config, BIG)
+    assert "3 problem(s)" in text
+    assert all(part in text for part in ("absent", "did you mean chain_sum", "needs 101 CPU"))
+
+
+def test_prompts_longer_than_allowed_are_refused_with_their_length(tmp_path: Path) -> None:
+    folder = write_model(tmp_path / "model")
+    task = {**jsonl(tmp_path / "data.jsonl", *ROWS), "max_prompt_tokens": 3, "max_tokens": 8}
+    text = refusal(config_of(tmp_path, model__name=str(folder), tasks=[task]))
+    assert "max_prompt_tokens is 3: raise it" in text
+
+
+def test_chat_without_a_template_is_refused(tmp_path: Path) -> None:
+    config = with_model(tmp_path, settings={"eos_token": "<|im_end|>"})
+    chat = config.tasks[0].model_copy(update={"chat": True, "max_prompt_tokens": 128})
+    text = refusal(config.model_copy(update={"tasks": (chat,)}))
+    assert "no chat template: set chat: false" in text
+
+
+# ---------------------------------------------------------------- resources
+
+
+def test_too_few_cores_are_refused_with_both_numbers(tmp_path: Path) -> None:
+    config = config_of(tmp_path, rollout__num_workers=3, rollout__num_cpus=2)
+    with pytest.raises(ClusterError) as caught:
+        plan.check(config, cluster=ClusterResources([{"CPU": 4}]))
+    text = str(caught.value)
+    assert "needs 7 CPU (3 rollout_worker x 2, 1 trainer_worker x 1), the cluster has 4" in text
+    assert "lower rollout.num_workers" in text
+
+
+def test_a_job_that_fills_the_cluster_exactly_is_accepted_and_one_more_is_not(tmp_path: Path) -> None:
+    cluster = ClusterResources([{"CPU": 2}, {"CPU": 1}])
+    assert shortages(config_of(tmp_path, rollout__num_workers=2), cluster) == []
+    assert len(shortages(config_of(tmp_path, rollout__num_workers=3), cluster)) == 1
+
+
+def test_an_engine_larger_than_any_node_is_refused(tmp_path: Path) -> None:
+    config = gpu_config(tmp_path, rollout__tensor_parallel_size=4)
+    cluster = ClusterResources([{"CPU": 16, "GPU": 3}] * 8)
+    [problem] = shortages(config, cluster)
+    assert "each rollout_worker needs 1 CPU, 4 GPU on one node" in problem
+    assert "16 CPU, 3 GPU" in problem
+
+
+def test_missing_gpus_and_custom_resources_are_named_with_their_fix(tmp_path: Path) -> None:
+    config = gpu_config(tmp_path, rollout__resources={"rollout": 1})
+    gpu, custom = shortages(config, ClusterResources([{"CPU": 16}]))
+    assert "needs 8 GPU (2 rollout_worker x 2, 4 trainer_worker x 1), the cluster has 0" in gpu
+    assert "needs 2 rollout (2 rollout_worker x 1), the cluster has 0" in custom
+    assert """start nodes with --resources '{"rollout": 1}'""" in custom
+
+
+def test_on_a_growing_cluster_a_shortage_is_a_warning(tmp_path: Path) -> None:
+    found = plan.check(
+        config_of(tmp_path, rollout__num_workers=3), cluster=ClusterResources([{"CPU": 1}], True)
+    )
+    assert any("must grow first: the placement needs 4 CPU" in warning for warning in found.warnings)
+
+
+def test_resources_that_suffice_only_in_sum_are_warned_of(tmp_path: Path) -> None:
+    config = gpu_config(tmp_path, rollout__num_workers=3, train__num_workers=1)
+    found = plan.check(
+        config, cluster=ClusterResources([{"CPU": 16, "GPU": 3}] * 2 + [{"CPU": 16, "GPU": 1}])
+    )
+    assert any("rollout-2 may find no node" in warning for warning in found.warnings)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    nodes=st.lists(st.tuples(st.integers(0, 16), st.integers(0, 8)), min_size=1, max_size=4),
+    workers=st.integers(1, 6),
+    ranks=st.sampled_from([1, 2, 4]),
+    width=st.integers(1, 4),
+)
+def test_what_is_placed_never_exceeds_a_node_and_what_fits_is_no_shortage(
+    nodes: list[tuple[int, int]], workers: int, ranks: int, width: int
+) -> None:
+    raw = changed(device="cuda", rollout__num_workers=workers, rollout__tensor_parallel_size=width)
+    raw["train"]["num_workers"] = ranks
+    config = parse_config(raw)
+    cluster = ClusterResources([{"CPU": cpu, "GPU": gpu} for cpu, gpu in nodes])
+    homes = place(bundles(config), cluster)
+    for number, (cpu, gpu) in enumerate(nodes, 1):
+        here = [b.resources for b in bundles(config) if homes.get(b.name) == f"node {number}"]
+        assert sum(r["CPU"] for r in here) <= cpu
+        assert sum(r["GPU"] for r in here) <= gpu
+    if len(homes) == workers + ranks:
+        assert shortages(config, cluster) == []
+
+
+def test_cluster_file_counts_every_node_type_at_its_largest(tmp_path: Path) -> None:
+    head, rollout = {"resources": {"CPU": 4}}, {"resources": {"CPU": 8, "rollout": 1}, "max_workers": 3}
+    content = {"head_node_type": "head", "max_workers": 3}
+    path = tmp_path / "cluster.yaml"
+    content["available_node_types"] = {"head": {**head, "max_workers": 0}, "rollout": rollout}
+    path.write_text(yaml.safe_dump(content))
+    cluster = ClusterResources.of_cluster_file(path)
+    assert (len(cluster.nodes), cluster.total("CPU"), cluster.total("rollout")) == (4, 28, 3)
+
+
+@pytest.mark.parametrize(
+    "content", ["a: 1", "- 1", "a: [", "head_node_type: h\navailable_node_types: {h: {}}"]
+)
+def test_file_that_describes_no_cluster_is_refused(tmp_path: Path, content: str) -> None:
+    (tmp_path / "cluster.yaml").write_text(content)
+    with pytest.raises(ConfigError, match="is no Ray cluster file"):
+        ClusterResources.of_cluster_file(tmp_path / "cluster.yaml")
+    with pytest.raises(ConfigError, match="cannot read cluster file"):
+        ClusterResources.of_cluster_file(tmp_path / "absent.yaml")
+
+
+# ---------------------------------------------------------------- what is accepted
+
+
+def test_good_configuration_passes_and_nothing_is_written(tmp_path: Path) -> None:
+    found = plan.check(config_of(tmp_path), cluster=ClusterResources([{"CPU": 2}]))
+    assert (found.resumes, found.warnings) == (False, ())
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_good_model_and_file_pass(tmp_path: Path) -> None:
+    folder = write_model(tmp_path / "model")
+    config = config_of(tmp_path, model__name=str(folder), tasks=[jsonl(tmp_path / "data.jsonl", *ROWS)])
+    assert plan.check(config, cluster=BIG).warnings == ()
+
+
+def test_the_same_run_is_resumed_wherever_its_folder_lies(tmp_path: Path) -> None:
+    mine = other_run(tmp_path, model__cache_dir=str(tmp_path / "cache"), name="other-name")
+    assert plan.check(mine).resumes
+    assert plan.check(mine).fingerprint == plan.fingerprint(config_of(tmp_path / "elsewhere", name="b"))
+
+
+@pytest.mark.parametrize("place", ["seed", "train__num_steps", "tasks__0__group_size", "model__name"])
+def test_fingerprint_changes_with_whatever_changes_the_run(tmp_path: Path, place: str) -> None:
+    value = "smollm2-135m" if place == "model__name" else 77
+    assert plan.fingerprint(config_of(tmp_path)) != plan.fingerprint(config_of(tmp_path, **{place: value}))
+
+
+def test_an_empty_run_folder_is_a_new_run(tmp_path: Path) -> None:
+    config = config_of(tmp_path)
+    config.run_dir.mkdir(parents=True)
+    assert not plan.check(config).resumes
+
+
+def test_placement_lists_every_role_with_what_it_reserves_and_where(tmp_path: Path) -> None:
+    config = gpu_config(tmp_path, rollout__resources={"rollout": 1}, rollout__judge_workers=2)
+    cluster = ClusterResources(
+        [{"CPU": 8, "GPU": 8, "node:10.0.0.1": 1}, {"CPU": 8, "GPU": 4, "rollout": 4, "node:10.0.0.2": 1}]
+    )
+    rows = {row.role: row for row in plan.check(config, cluster=cluster).placement}
+    assert (rows["rollout_worker"].actors, rows["rollout_worker"].count) == ("rollout-0 .. rollout-1", 2)
+    assert (rows["rollout_worker"].resources, rows["rollout_worker"].nodes) == (
+        "1 CPU, 2 GPU, 1 rollout",
+        "10.0.0.2",
+    )
+    assert (rows["trainer_worker"].resources, rows["trainer_worker"].nodes) == ("1 CPU, 1 GPU", "10.0.0.1")
+    assert (rows["judge"].count, rows["producer"].resources) == (2, "shared time")
+    assert len(rows) == 10
+
+
+def test_bundles_are_named_once_each_and_reserve_no_gpu_on_cpu(tmp_path: Path) -> None:
+    config = config_of(tmp_path, rollout__num_workers=3, train__num_workers=2, rollout__agent_workers=2)
+    names = [bundle.name for bundle in plan.bundles(config)]
+    assert len(names) == len(set(names))
+    assert [b.resources for b in plan.bundles(config) if b.resources] == [{"CPU": 1.0}] * 5
+
+
+@pytest.mark.parametrize(
+    ("strategy", "interval", "threshold", "retry", "oldest"),
+    [
+        ({"max_staleness": 0}, 1, 1, False, "staleness 0: on-policy"),
+        ({"max_staleness": 2}, 1, 3, False, "staleness 2: 2 steps old"),
+        ({"max_staleness": 1, "tail_batch_trigger_size": 0}, 4, 8, True, "staleness 7: 7 steps old"),
+        (
+            {"kind": "sync"},
+            3,
+            3,
+            False,
+            "staleness 2: 2 steps old",
+        ),
+        (
+            {"kind": "sync", "tail_batch_trigger_size": 4, "max_staleness": 3},
+            1,
+            1,
+            True,
+            "staleness 0: on-policy",
+        ),
+    ],
+)
+def test_staleness_bound_is_what_the_buffer_is_told(
+    tmp_path: Path, strategy: dict[str, Any], interval: int, threshold: int, retry: bool, oldest: str
+) -> None:
+    config = config_of(tmp_path, tasks__0__strategy=strategy, sync__sync_weights_interval=interval)
+    [bound] = plan.check(config).staleness
+    assert (bound.threshold, bound.oldest) == (threshold, oldest)
+    assert bound.rule.endswith(f"+ 1) x sync_weights_interval {interval}")
+    assert bound.beyond == ("generated again" if retry else "dropped")
+    limits = plan.task_limits(config)["default"]
+    assert (limits.stale_threshold, limits.retry) == (threshold, retry)
+
+
+def test_batch_arithmetic_counts_tasks_samples_and_requests(tmp_path: Path) -> None:
+    easy = good()["tasks"][0] | {"name": "easy", "weight": 3, "strategy": {"over_sample_threshold": 0.5}}
+    hard = good()["tasks"][0] | {"name": "hard", "group_size": 4, "max_tokens": 100}
+    config = config_of(tmp_path, tasks=[easy, hard], train__num_minibatches=2, train__num_workers=2)
+    batch = dict(plan.check(config).batch)
+    assert batch["groups a train step"] == "8 (6 of easy x 8, 2 of hard x 4)"
+    assert batch["trajectories a train step"] == "56, at most 3872 response tokens"
+    assert batch["groups a rank"] == "4 on 2 rank(s)"
+    assert batch["optimizer steps a train step"] == "2 of 4 groups"
+    assert batch["requests in flight"].startswith("at most 80, for 64 slots")
+    assert batch["groups produced ahead"] == "at most 16 (2 batch(es))"
+
+
+@pytest.mark.parametrize(
+    ("places", "part"),
+    [
+        ({"tasks__0__strategy": {"enable_partial_rollout": False}}, "without partial rollout"),
+        ({"tasks__0__strategy": {"over_sample_threshold": 2}}, "starts 24 groups for 8"),
+        (
+            {"tasks__0__strategy": {"tail_batch_trigger_size": 9}},
+            "tail_batch_trigger_size 9 exceeds its 8 groups",
+        ),
+        ({"tasks__0__strategy": {"kind": "sync", "max_staleness": 2}}, "'sync' does not use max_staleness"),
+        ({"rollout__max_num_seqs": 1024}, "1024 slots, but at most 64 requests are in flight"),
+        ({"rollout__max_num_seqs": 2}, "up to 64 requests wait for 2 slots"),
+        ({"train__importance_cap": None}, "importance_cap is null"),
+        ({"train__threads": 99}, "use 100 threads on 64 cores"),
+        ({"device": "cuda"}, "float32 on GPUs"),
+    ],
+)
+def test_what_works_but_badly_is_warned_of(tmp_path: Path, places: dict[str, Any], part: str) -> None:
+    found = plan.check(config_of(tmp_path, **places), cluster=BIG)
+    assert any(part in warning for warning in found.warnings), found.warnings
+
+
+def test_a_task_too_light_for_any_group_is_warned_of(tmp_path: Path) -> None:
+    rare = good()["tasks"][0] | {"name": "rare", "weight": 0.001}
+    found = plan.check(config_of(tmp_path, tasks=[good()["tasks"][0], rare]), cluster=BIG)
+    assert any("'rare': its weight is so small" in warning for warning in found.warnings)
+
+
+def test_without_a_cluster_the_plan_says_that_none_was_looked_at(tmp_path: Path) -> None:
+    found = plan.check(config_of(tmp_path))
+    assert any("no cluster was looked at" in warning for warning in found.warnings)
+    assert {row.nodes for row in found.placement} == {"any"}
+
+
+@pytest.mark.parametrize("recipe", sorted(RECIPES.glob("*.yaml")), ids=lambda path: path.stem)
+def test_every_recipe_can_be_planned(recipe: Path, tmp_path: Path) -> None:
+    config = load_config(recipe, [f"runs_dir={tmp_path}"])
+    found = plan.check(
+        config, cluster=ClusterResources(GPU_NODES if config.device == "cuda" else [{"CPU": 2}])
+    )
+    assert found.warnings == ()

@@ -1,0 +1,765 @@
+"""The producer's behaviour, scenario by scenario, under a virtual clock. Rows N12, N16, N17, N20, N21, N24,
+N26, N27, N29 to N32."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from contextlib import asynccontextmanager
+from typing import Any
+
+import pytest
+
+from raypost.errors import CheckpointError, LedgerError, ProductionError, StaleWeightsError, WaitTimeoutError
+from raypost.types import Group, ProduceBatchStatus, Status, pack_groups, unpack_groups
+from tests.unit.production import Pool, World, group, task_config, virtual
+
+
+@asynccontextmanager
+async def producing(world: World, version: int | None = 0) -> Any:
+    """Production at `version`, ended and accounted for on exit."""
+    if version is not None:
+        await world.producer.resume(version)
+    running = world.start()
+    try:
+        yield running
+    finally:
+        assert (await world.producer.counts()).lost == 0
+        running.cancel()
+        await asyncio.wait([running])
+        await world.producer.close()
+
+
+def fate(**fates: set[int]) -> Callable[[Group], str]:
+    """ "ok" but for the groups named: `fate(failed={1, 2})`."""
+    return lambda one: next((name for name, ids in fates.items() if one.group_id in ids), "ok")
+
+
+async def train_step(world: World, step: int) -> Any:
+    """Take, acknowledge and sync, as the main loop does."""
+    status, packed = await world.producer.take_batch(step)
+    assert packed is not None
+    await world.producer.acknowledge(step)
+    await world.producer.pause()
+    await world.producer.resume(step)
+    return status, packed
+
+
+def test_on_policy_training_sees_only_the_newest_version() -> None:
+    async def main() -> None:
+        world = World(task_config(max_staleness=0), batch_size=3)
+        async with producing(world):
+            for step in range(1, 6):
+                status, packed = await train_step(world, step)
+                assert status.staleness == (0, 0, 0)
+                versions = {
+                    int(v) for one in unpack_groups(packed) for m in one.states for v in m.policy_versions
+                }
+                assert versions == {step - 1}
+
+    virtual(main())
+
+
+def test_staleness_never_reaches_its_bound_and_does_come_close() -> None:
+    async def main() -> None:
+        world = World(task_config(max_staleness=2, over_sample_threshold=1.0), batch_size=2)
+        seen: set[int] = set()
+        async with producing(world):
+            for step in range(1, 12):
+                await asyncio.sleep(20)
+                seen |= set((await train_step(world, step))[0].staleness)
+        assert max(seen) == 2 and min(seen) >= 0
+
+    virtual(main())
+
+
+def test_interrupted_groups_are_continued_first_and_their_old_versions_kept() -> None:
+    async def main() -> None:
+        world = World(task_config(max_staleness=3), batch_size=2)
+        world.pool.seconds = lambda one: 4
+        async with producing(world):
+            await asyncio.sleep(2.5)
+            await world.producer.pause()
+            assert (await world.buffer.counts())["default"] == {Status.ABORTED: 2}
+            await world.producer.resume(1)
+            _, packed = await world.producer.take_batch(1)
+            for one in unpack_groups(packed)[:2]:
+                assert one.states[0].policy_versions.tolist() == [0, 0, 1, 1]
+                assert one.states[0].num_aborts == 1
+            assert world.pool.started[:4] == [0, 1, 0, 1]
+
+    virtual(main())
+
+
+def test_oversampling_is_fixed_and_what_is_left_counts_for_the_next_step() -> None:
+    """N8."""
+
+    async def main() -> None:
+        world = World(task_config(over_sample_threshold=1.0), batch_size=4)
+        async with producing(world):
+            await asyncio.sleep(0.5)
+            assert (await world.producer.counts()).in_flight == 8
+            await world.producer.take_batch(1)
+            await asyncio.sleep(10)
+            assert (await world.producer.counts()).sampled == 12
+
+    virtual(main())
+
+
+def test_production_stops_at_its_horizon() -> None:
+    async def main() -> None:
+        world = World(task_config(max_staleness=1), batch_size=2)
+        async with producing(world):
+            await asyncio.sleep(1000)
+            assert (await world.producer.counts()).as_dict()["sampled"] == 4
+
+    virtual(main())
+
+
+def test_sync_production_begins_a_step_when_the_one_before_was_taken() -> None:
+    async def main() -> None:
+        world = World(task_config(kind="sync"), batch_size=2, interval=3)
+        async with producing(world):
+            for step in (1, 2, 3):
+                await asyncio.sleep(100)
+                assert (await world.producer.counts()).sampled == 2 * step
+                status, packed = await world.producer.take_batch(step)
+                assert (status.status, status.staleness) == ("normal", (step - 1, step - 1))
+            await asyncio.sleep(100)
+            assert (await world.producer.take_batch(4))[0].status == "expired_batch"
+
+    virtual(main())
+
+
+def test_same_seed_gives_the_same_batches_in_sync_mode() -> None:
+    async def main(slow: int) -> list[list[int]]:
+        world = World(task_config(kind="sync"), batch_size=4)
+        world.pool.seconds = lambda one: 1 + (one.group_id * slow) % 5
+        batches = []
+        async with producing(world):
+            for step in range(1, 5):
+                _, packed = await train_step(world, step)
+                batches.append([one.states[0].metadata["answer"] for one in unpack_groups(packed)])
+        return batches
+
+    assert virtual(main(1)) == virtual(main(3))
+
+
+# ---------------------------------------------------------------- the consumer's protocol
+
+
+async def expired_world(batch_size: int = 2) -> World:
+    """Production stopped at its bound: version 0, steps 1 and 2 produced."""
+    world = World(task_config(max_staleness=1), batch_size=batch_size)
+    await world.producer.resume(0)
+    world.start()
+    await asyncio.sleep(100)
+    return world
+
+
+def test_take_at_the_bound_is_full_while_no_newer_weights_exist() -> None:
+    """N30."""
+
+    async def main() -> None:
+        world = await expired_world()
+        status, packed = await world.producer.take_batch(1)
+        assert (status.status, status.num_groups, status.num_samples) == ("expired_batch", 2, 4)
+        assert packed is not None and packed.num_groups == 2 and status.buffered == 2
+
+    virtual(main())
+
+
+def test_take_at_the_bound_is_empty_once_newer_weights_exist_and_keeps_the_data() -> None:
+    """N29, and the same step is asked for again after the sync."""
+
+    async def main() -> None:
+        world = await expired_world()
+        await world.producer.take_batch(1)
+        await asyncio.sleep(100)
+        world.producer._context.progress.metrics.failed_samples = 7
+        for _ in range(2):
+            status, packed = await world.producer.take_batch(2)
+            assert (status.status, status.num_groups, packed) == ("expired_batch", 0, None)
+        assert (await world.buffer.counts())["default"][Status.COMPLETED] == 2
+        await world.producer.acknowledge(1)
+        await world.producer.pause()
+        await world.producer.resume(1)
+        status, packed = await world.producer.take_batch(2)
+        assert status.num_groups == 2 and packed is not None
+        assert status.metrics.failed_samples == 7
+
+    virtual(main())
+
+
+async def stale_leftovers(trigger: int) -> World:
+    """Production stopped at its bound with version 1; the batch of step 2 is taken, and six groups that began
+    with version 0 were more than it needed: the rest expired."""
+    strategy = task_config(max_staleness=1, over_sample_threshold=2.0, tail_batch_trigger_size=trigger)
+    world = World(strategy, batch_size=2)
+    world.pool.seconds = lambda one: 1 if one.group_id < 2 else 4
+    await world.producer.resume(0)
+    world.start()
+    await world.producer.take_batch(1)
+    await asyncio.sleep(1.5)
+    await world.producer.acknowledge(1)
+    await world.producer.pause()
+    await world.producer.resume(1)
+    await asyncio.sleep(100)
+    status, _ = await world.producer.take_batch(2)
+    assert (status.status, status.staleness, status.buffered) == ("expired_batch", (1, 1), 0)
+    assert status.metrics.expired_groups == 4
+    return world
+
+
+async def take_after_sync(world: World, step: int) -> Any:
+    """Take; if production wants newer weights first, give it those of the step before."""
+    status, packed = await world.producer.take_batch(step)
+    if packed is None:
+        await world.producer.acknowledge(step - 1)
+        await world.producer.pause()
+        await world.producer.resume(step - 1)
+        status, packed = await world.producer.take_batch(step)
+    return status, packed
+
+
+def test_groups_that_expire_after_production_stopped_are_produced_anew() -> None:
+    """N17, and N31 resolved instead of raised: what lacks below the bound may still be produced."""
+
+    async def main() -> None:
+        world = await stale_leftovers(trigger=-1)
+        counts = await world.producer.counts()
+        assert (counts.expired, counts.lost) == (4, 0)
+        status, packed = await take_after_sync(world, 3)
+        assert packed is not None and status.staleness == (1, 1)
+        assert min(h["group_id"] for h in packed.header) >= 8
+
+    virtual(main())
+
+
+def test_expired_groups_are_generated_again_if_asked_for() -> None:
+    """N16 through the producer: nothing is dropped, the same groups come back with new tokens."""
+
+    async def main() -> None:
+        world = await stale_leftovers(trigger=0)
+        status, packed = await take_after_sync(world, 3)
+        assert packed is not None and status.staleness == (1, 1)
+        assert max(h["group_id"] for h in packed.header) < 8
+        counts = await world.producer.counts()
+        assert (counts.expired, counts.lost) == (0, 0)
+
+    virtual(main())
+
+
+def test_expired_groups_wait_until_a_tail_batch_is_full() -> None:
+    """N10 through the producer: the round in which they expired goes on with new prompts."""
+
+    async def main() -> None:
+        world = await stale_leftovers(trigger=4)
+        assert (await world.buffer.counts())["default"][Status.EXPIRED] == 4
+        await world.producer.acknowledge(2)
+        await world.producer.pause()
+        before = len(world.pool.started)
+        await world.producer.resume(2)
+        await asyncio.sleep(0.1)
+        again = world.pool.started[before:]
+        assert sorted(again) == [4, 5, 6, 7]
+
+    virtual(main())
+
+
+def test_a_batch_that_can_never_come_is_an_error_with_every_counter() -> None:
+    """N31."""
+
+    async def main() -> None:
+        world = await expired_world()
+        world.producer._context.batch_size = 20
+        with pytest.raises(ProductionError) as caught:
+            await world.producer.take_batch(1)
+        for counter in (
+            "expired_batch",
+            "version 0",
+            "target",
+            "consumed",
+            "COMPLETED",
+            "pending 0",
+            "step 1",
+        ):
+            assert counter in str(caught.value)
+
+    virtual(main())
+
+
+def test_take_wakes_up_when_the_last_group_arrives() -> None:
+    async def main() -> None:
+        world = World(batch_size=3)
+        async with producing(world):
+            status, _ = await world.producer.take_batch(1)
+            assert asyncio.get_running_loop().time() == pytest.approx(3.0)
+            assert status.wait_s == pytest.approx(3.0)
+
+    virtual(main())
+
+
+def test_a_step_taken_twice_is_the_same_batch_and_is_consumed_once() -> None:
+    async def main() -> None:
+        world = World(batch_size=2)
+        async with producing(world):
+            first, again = await world.producer.take_batch(1), await world.producer.take_batch(1)
+            assert first[0] == again[0]
+            assert [h["group_id"] for h in first[1].header] == [h["group_id"] for h in again[1].header]
+            assert (await world.producer.counts()).buffered >= 2
+            await world.producer.acknowledge(1)
+            await world.producer.acknowledge(1)
+            assert (await world.producer.counts()).trained == 2
+            with pytest.raises(ProductionError, match="trained and gone"):
+                await world.producer.take_batch(1)
+
+    virtual(main())
+
+
+def test_a_cancelled_take_costs_nothing() -> None:
+    async def main() -> None:
+        world = World(batch_size=2)
+        async with producing(world):
+            with pytest.raises(TimeoutError):
+                await asyncio.wait_for(world.producer.take_batch(1), 0.5)
+            status, _ = await world.producer.take_batch(1)
+            assert status.num_groups == 2
+
+    virtual(main())
+
+
+def test_a_step_out_of_turn_is_refused() -> None:
+    async def main() -> None:
+        world = World()
+        async with producing(world):
+            with pytest.raises(ProductionError, match="step 3 was asked for, but step 1 is next"):
+                await world.producer.take_batch(3)
+
+    virtual(main())
+
+
+def test_a_take_that_waits_too_long_says_for_what() -> None:
+    async def main() -> None:
+        world = World()
+        with pytest.raises(WaitTimeoutError, match="batch of step 1: status update_weight_and_abort"):
+            await world.producer.take_batch(1)
+
+    virtual(main())
+
+
+# ---------------------------------------------------------------- what becomes of groups
+
+
+def test_filtered_groups_are_counted_before_they_are_dropped_and_replaced() -> None:
+    """N20."""
+
+    async def main() -> None:
+        world = World(task_config(group_size=3), batch_size=2, is_valid=lambda one: one.group_id != 0)
+        async with producing(world):
+            status, packed = await world.producer.take_batch(1)
+            metrics = status.metrics
+            assert (metrics.raw_rewards_sum, metrics.raw_rewards_count) == (3.0, 9)
+            assert (metrics.filtered_samples, metrics.produced_samples) == (3, 9)
+            assert {h["group_id"] for h in packed.header} == {1, 2}
+            assert (await world.producer.counts()).filtered == 1
+
+    virtual(main())
+
+
+def test_groups_of_equal_rewards_are_dropped_if_asked_for() -> None:
+    async def main(drop: bool) -> int:
+        world = World(task_config(drop_uniform_rewards=drop), batch_size=2)
+        world.pool.fate = fate(uniform={0})
+        async with producing(world):
+            await world.producer.take_batch(1)
+            return (await world.producer.counts()).filtered
+
+    assert virtual(main(True)) == 1
+    assert virtual(main(False)) == 0
+
+
+def test_failed_groups_are_counted_without_a_reward_and_replaced() -> None:
+    """N21."""
+
+    async def main() -> None:
+        world = World(task_config(group_size=4), batch_size=2)
+        world.pool.fate = fate(failed={0})
+        async with producing(world):
+            status, packed = await world.producer.take_batch(1)
+            assert status.metrics.failed_samples == 4
+            assert status.metrics.raw_rewards_count == 8
+            assert {h["group_id"] for h in packed.header} == {1, 2}
+            assert (await world.producer.counts()).failed == 1
+
+    virtual(main())
+
+
+def test_only_new_tokens_are_counted_as_produced() -> None:
+    """N24: lengths 3, 2, 4 in three parts."""
+
+    async def main() -> None:
+        world = World(task_config(group_size=2, max_staleness=9), batch_size=1)
+        world.pool.seconds = lambda one: 9
+        counted = []
+        async with producing(world, version=None):
+            for version, seconds in ((5, 3.5), (7, 2.5), (8, 4.5)):
+                await world.producer.resume(version)
+                await asyncio.sleep(seconds)
+                await world.producer.pause()
+                counted.append(world.producer._context.progress.read_metrics().produced_tokens)
+        assert [tokens // 2 for tokens in counted] == [3, 2, 4]
+
+    virtual(main())
+
+
+def test_several_tasks_share_a_batch_by_weight_and_one_without_weight_is_idle() -> None:
+    """N12."""
+
+    async def main() -> None:
+        tasks = task_config("a", weight=2.0), task_config("b", weight=1.0), task_config("c", weight=0.0)
+        world = World(*tasks, batch_size=6)
+        async with producing(world):
+            _, packed = await world.producer.take_batch(1)
+            names = [one.task for one in unpack_groups(packed)]
+            assert (names.count("a"), names.count("b"), names.count("c")) == (4, 2, 0)
+            assert world.samplers["c"].position == 0
+
+    virtual(main())
+
+
+# ---------------------------------------------------------------- pause and resume
+
+
+def test_pause_drains_into_the_buffer_and_nothing_starts_before_resume() -> None:
+    """N26."""
+
+    async def main() -> None:
+        world = World(batch_size=2)
+        async with producing(world):
+            await asyncio.sleep(0.5)
+            seconds = await world.producer.pause()
+            assert seconds >= 0 and world.pool.generating == 0
+            counts = await world.producer.counts()
+            assert (counts.in_flight, counts.buffered) == (0, 2)
+            assert await world.producer.pause() == 0
+            await asyncio.sleep(1000)
+            assert len(world.pool.started) == 2
+            await world.producer.resume(0)
+            await world.producer.resume(0)
+            await world.producer.take_batch(1)
+
+    virtual(main())
+
+
+def test_a_lost_abort_is_sent_again() -> None:
+    async def main() -> None:
+        world = World(batch_size=2, pause_timeout_s=60)
+        world.pool.lost_pauses, world.pool.seconds = 1, lambda one: 500
+        async with producing(world):
+            await asyncio.sleep(1.5)
+            assert await world.producer.pause() == pytest.approx(5.0)
+            assert (world.pool.pauses, world.pool.generating) == (2, 0)
+            assert world.pool.interrupts == 2
+
+    virtual(main())
+
+
+@pytest.mark.parametrize(("how", "seconds"), [("hang", 20.0), ("stubborn", 25.0)])
+def test_what_hangs_is_cancelled_at_the_deadline_and_put_back_not_lost(how: str, seconds: float) -> None:
+    """N27, without the loss."""
+
+    async def main() -> None:
+        world = World(batch_size=2, pause_timeout_s=20)
+        world.pool.fate = fate(**{how: {0}})
+        async with producing(world):
+            await asyncio.sleep(0.5)
+            assert await world.producer.pause() == pytest.approx(seconds)
+            counts = await world.producer.counts()
+            assert (counts.in_flight, counts.buffered, counts.lost) == (0, 2, 0)
+            await world.producer.state_dict()
+            world.pool.fate = fate()
+            await world.producer.resume(0)
+            _, packed = await world.producer.take_batch(1)
+            assert {h["group_id"] for h in packed.header} == {0, 1}
+            assert {h["num_aborts"] for h in packed.header} == {1}
+
+    virtual(main())
+
+
+def test_a_pool_that_does_not_confirm_its_pause_is_an_error_and_the_gate_stays_closed() -> None:
+    async def main() -> None:
+        world = World(batch_size=1, pause_timeout_s=20)
+
+        async def never() -> None:
+            await asyncio.sleep(1e9)
+
+        world.pool.pause = never  # type: ignore[method-assign]
+        async with producing(world):
+            await asyncio.sleep(0.5)
+            with pytest.raises(WaitTimeoutError, match="did not confirm"):
+                await world.producer.pause()
+            started = len(world.pool.started)
+            await asyncio.sleep(100)
+            assert len(world.pool.started) == started
+
+    virtual(main())
+
+
+def test_versions_never_go_back_and_engines_come_first() -> None:
+    async def main() -> None:
+        world = World()
+        await world.producer.resume(3)
+        with pytest.raises(ProductionError, match="version 3 was served"):
+            await world.producer.resume(2)
+
+        async def refuse(version: int) -> None:
+            raise StaleWeightsError("not loaded")
+
+        await world.producer.pause()
+        world.pool.resume = refuse  # type: ignore[method-assign]
+        with pytest.raises(StaleWeightsError):
+            await world.producer.resume(4)
+        running = world.start()
+        await asyncio.sleep(10)
+        assert world.pool.started == []
+        running.cancel()
+
+    virtual(main())
+
+
+# ---------------------------------------------------------------- failures
+
+
+def test_a_bug_in_one_group_ends_run_at_once_with_its_traceback_and_loses_nothing() -> None:
+    async def main() -> None:
+        world = World(batch_size=4)
+        world.pool.seconds = lambda one: 1
+        world.pool.fate = lambda one: "bug" if one.group_id == 2 else "ok"
+        await world.producer.resume(0)
+        running = world.start()
+        waiting = asyncio.create_task(world.producer.take_batch(1))
+        with pytest.raises(ZeroDivisionError, match="group 2") as caught:
+            await running
+        assert any(entry.name == "_run" for entry in caught.traceback)
+        with pytest.raises(ZeroDivisionError):
+            await waiting
+        await world.producer.pause()
+        counts = await world.producer.counts()
+        assert (counts.buffered, counts.in_flight, counts.lost) == (4, 0, 0)
+        await world.producer.state_dict()
+
+    virtual(main())
+
+
+def test_a_filter_that_raises_ends_run_and_loses_nothing() -> None:
+    async def main() -> None:
+        def broken(one: Group) -> bool:
+            raise KeyError("reward")
+
+        world = World(batch_size=2, is_valid=broken)
+        await world.producer.resume(0)
+        with pytest.raises(KeyError):
+            await world.start()
+        await world.producer.pause()
+        assert (await world.producer.counts()).lost == 0
+
+    virtual(main())
+
+
+def test_a_group_whose_host_died_is_started_again_and_failed_in_the_end() -> None:
+    async def main() -> None:
+        pool, deaths = Pool(), {"left": 2}
+
+        def fate_of(one: Group) -> str:
+            if one.group_id == 0 and deaths["left"]:
+                deaths["left"] -= 1
+                return "died"
+            return "died" if one.group_id == 1 else "ok"
+
+        pool.fate = fate_of
+        world = World(batch_size=2, pool=pool)
+        async with producing(world):
+            _, packed = await world.producer.take_batch(1)
+            assert {h["group_id"] for h in packed.header} == {0, 2}
+            assert pool.started.count(0) == 3 and pool.started.count(1) == 4
+            assert (await world.producer.counts()).failed == 1
+
+    virtual(main())
+
+
+def test_nothing_but_failures_ends_production_instead_of_eating_the_dataset() -> None:
+    async def main() -> None:
+        world = World(batch_size=2)
+        world.pool.fate = lambda one: "failed"
+        await world.producer.resume(0)
+        with pytest.raises(ProductionError, match=r"32 groups in a row failed .* with: scripted"):
+            await world.start()
+
+    virtual(main())
+
+
+def test_a_cancelled_run_is_no_silence_for_the_consumer() -> None:
+    async def main() -> None:
+        world = World()
+        await world.producer.resume(0)
+        running = world.start()
+        await asyncio.sleep(0.5)
+        with pytest.raises(ProductionError, match="running already"):
+            await world.producer.run()
+        running.cancel()
+        with pytest.raises(ProductionError, match="was cancelled"):
+            await world.producer.take_batch(1)
+
+    virtual(main())
+
+
+def test_an_agent_loop_that_returns_another_group_is_named() -> None:
+    async def main() -> None:
+        world = World(batch_size=1)
+
+        async def other(one: Group) -> Group:
+            return group(77, [0], [0])
+
+        world.pool.run = other  # type: ignore[method-assign]
+        await world.producer.resume(0)
+        with pytest.raises(ProductionError, match="must return the same"):
+            await world.start()
+
+    virtual(main())
+
+
+# ---------------------------------------------------------------- one round, and the checkpoint
+
+
+def test_one_round_produces_its_step_and_no_more() -> None:
+    async def main() -> None:
+        world = World(task_config(max_staleness=3), batch_size=2)
+        await world.producer.resume(0)
+        for step in (1, 2, 3):
+            assert await world.producer.produce_batch(step) is ProduceBatchStatus.NORMAL
+            assert await world.producer.produce_batch(step) is ProduceBatchStatus.NORMAL
+            await world.producer.pause()
+            status, _ = await world.producer.take_batch(step)
+            assert (status.num_groups, (await world.producer.counts()).sampled) == (2, 2 * step)
+            await world.producer.acknowledge(step)
+            assert await world.producer.produce_batch(step + 1) is ProduceBatchStatus.UPDATE_WEIGHT_AND_ABORT
+            await world.producer.resume(step)
+        strict = World(batch_size=1)
+        await strict.producer.resume(0)
+        assert await strict.producer.produce_batch(1) is ProduceBatchStatus.NORMAL
+
+    virtual(main())
+
+
+def test_one_round_beyond_the_bound_asks_for_newer_weights() -> None:
+    async def main() -> None:
+        world = World(task_config(max_staleness=0), batch_size=1)
+        await world.producer.resume(0)
+        assert await world.producer.produce_batch(2) is ProduceBatchStatus.EXPIRED_BATCH
+
+    virtual(main())
+
+
+def test_saving_needs_a_pause() -> None:
+    async def main() -> None:
+        world = World()
+        async with producing(world):
+            await asyncio.sleep(0.5)
+            with pytest.raises(ProductionError, match="pause before saving"):
+                await world.producer.state_dict()
+
+    virtual(main())
+
+
+async def saved_after(step: int, **take: bool) -> tuple[World, dict[str, Any]]:
+    world = World(task_config(max_staleness=1, over_sample_threshold=1.0), batch_size=2)
+    await world.producer.resume(0)
+    world.start()
+    for one in range(1, step + 1):
+        await train_step(world, one)
+    if take.get("ahead"):
+        await world.producer.take_batch(step + 1)
+    await world.producer.pause()
+    return world, await world.producer.state_dict(model_step=step)
+
+
+def test_a_restored_run_stays_paused_then_goes_on_with_the_same_groups() -> None:
+    """N32."""
+
+    async def main() -> None:
+        before, state = await saved_after(4)
+        after = World(task_config(max_staleness=1, over_sample_threshold=1.0), batch_size=2)
+        await after.producer.load_state_dict(state)
+        after.start()
+        await asyncio.sleep(100)
+        assert after.pool.started == []
+        assert await after.producer.counts() == await before.producer.counts()
+        with pytest.raises(ProductionError, match="version 4 was served"):
+            await after.producer.resume(2)
+        batches = []
+        for world in (before, after):
+            await world.producer.resume(4)
+            _, packed = await world.producer.take_batch(5)
+            batches.append([h["group_id"] for h in packed.header])
+            assert (await world.producer.counts()).lost == 0
+        assert batches[0] == batches[1]
+        assert after.samplers["default"].position == before.samplers["default"].position
+
+    virtual(main())
+
+
+def test_a_batch_taken_but_not_in_the_saved_model_is_taken_again() -> None:
+    async def main() -> None:
+        before, state = await saved_after(2, ahead=True)
+        first = await before.producer.take_batch(3)
+        after = World(task_config(max_staleness=1, over_sample_threshold=1.0), batch_size=2)
+        await after.producer.load_state_dict(state)
+        assert (await after.producer.counts()).trained == 4
+        again = await after.producer.take_batch(3)
+        assert [h["group_id"] for h in first[1].header] == [h["group_id"] for h in again[1].header]
+
+    virtual(main())
+
+
+def test_a_batch_that_is_in_the_saved_model_is_never_taken_again() -> None:
+    async def main() -> None:
+        world = World(batch_size=2)
+        await world.producer.resume(0)
+        world.start()
+        _, packed = await world.producer.take_batch(1)
+        trained = {h["group_id"] for h in packed.header}
+        await world.producer.pause()
+        state = await world.producer.state_dict(model_step=1)
+        after = World(batch_size=2)
+        await after.producer.load_state_dict(state)
+        await after.producer.resume(1)
+        after.start()
+        _, packed = await after.producer.take_batch(2)
+        assert not trained & {h["group_id"] for h in packed.header}
+
+    virtual(main())
+
+
+def test_damaged_foreign_and_late_restores_are_refused() -> None:
+    async def main() -> None:
+        world, state = await saved_after(1)
+        fresh = World(task_config(max_staleness=1), batch_size=2)
+        with pytest.raises(CheckpointError, match="lacks"):
+            await fresh.producer.load_state_dict({"progress": {}})
+        with pytest.raises(CheckpointError, match="restored over"):
+            await world.producer.load_state_dict(state)
+        with pytest.raises(CheckpointError):
+            await World(task_config("other"), batch_size=2).producer.load_state_dict(state)
+
+    virtual(main())
+
+
+def test_a_group_put_behind_the_ledgers_back_is_noticed() -> None:
+    async def main() -> None:
+        world = World(batch_size=1)
+        await world.buffer.put(pack_groups([group(9, [0], [0])]), 1)
+        with pytest.raises(LedgerError, match="never sampled"):
+            await world.producer.take_batch(1)
+
+    virtual(main())

@@ -1,0 +1,242 @@
+"""Invariants 1 to 4 and 9 of the design under random interleavings: production, takes, acknowledgements,
+pauses, syncs, hosts that die, groups that fail, hang or are filtered, checkpoints and crashes.
+
+The machine plays the driver, on a virtual clock that runs only inside a rule. Its model is the list of groups
+each surviving model has trained.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+from typing import Any
+
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from raypost.errors import LedgerError
+from raypost.ledger import Ledger
+from raypost.protocols import TakeStatus
+from raypost.types import Group, GroupKey, PackedGroups, Status, unpack_groups
+from tests.unit.production import Pool, VirtualClockLoop, World, task_config
+
+FATES = ("ok", "ok", "ok", "ok", "uniform", "failed", "died", "hang", "stubborn")
+
+
+class Fates:
+    """What becomes of a group, by its id and how often it was started: the same in every run."""
+
+    def __init__(self, seed: int) -> None:
+        self.seed, self.starts = seed, dict[GroupKey, int]()
+
+    def seconds(self, group: Group) -> int:
+        return 1 + (group.group_id * 7 + self.seed) % 6
+
+    def __call__(self, group: Group) -> str:
+        start = self.starts[group.key] = self.starts.get(group.key, 0) + 1
+        return FATES[hash((group.group_id, start, self.seed)) % len(FATES)]
+
+
+class ProducerMachine(RuleBasedStateMachine):
+    """A driver that does things in any order that the protocol allows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.loop = VirtualClockLoop()
+        self.runner = asyncio.Runner(loop_factory=lambda: self.loop)
+        self.paused = True
+        self.step = 0
+        self.version = 0
+        self.batch: tuple[int, list[GroupKey]] | None = None
+        self.trained: list[GroupKey] = []
+        self.saved: Any = None
+
+    def teardown(self) -> None:
+        self.do(self.end())
+        self.runner.close()
+
+    def do(self, work: Any) -> Any:
+        return self.runner.run(work)
+
+    @initialize(
+        staleness=st.integers(0, 2),
+        interval=st.sampled_from([1, 2]),
+        over=st.sampled_from([0.0, 1.0]),
+        trigger=st.sampled_from([-1, 0, 2]),
+        kind=st.sampled_from(["async", "async", "sync"]),
+        num_tasks=st.integers(1, 2),
+        seed=st.integers(0, 1000),
+    )
+    def begin(
+        self, seed: int, num_tasks: int, interval: int, staleness: int, over: float, **rest: Any
+    ) -> None:
+        strategy = {
+            "kind": rest["kind"],
+            "max_staleness": staleness,
+            "over_sample_threshold": over,
+            "tail_batch_trigger_size": rest["trigger"],
+            "drop_uniform_rewards": True,
+        }
+        self.tasks = [task_config(f"task{i}", **strategy) for i in range(num_tasks)]
+        self.interval, self.fates = interval, Fates(seed)
+        self.thresholds: dict[str, int] = {}
+        self.do(self.make())
+
+    async def make(self) -> None:
+        pool = Pool()
+        pool.fate, pool.seconds = self.fates, self.fates.seconds
+        self.world = World(
+            *self.tasks,
+            batch_size=3,
+            interval=self.interval,
+            pause_timeout_s=15,
+            size=7,
+            pool=pool,
+            ledger=Ledger(),
+        )
+        self.thresholds = {name: one.stale_threshold for name, one in self.world.strategies.items()}
+        self.running = self.world.start()
+        self.paused = True
+
+    async def end(self) -> None:
+        self.running.cancel()
+        await asyncio.wait([self.running])
+        await self.world.producer.close()
+        # A stubborn group ignores the first cancellation, not the second.
+        rest = asyncio.all_tasks() - {asyncio.current_task()}
+        for one in rest:
+            one.cancel()
+        if rest:
+            await asyncio.wait(rest)
+
+    # ---------------------------------------------------------------- what a driver does
+
+    @rule(seconds=st.sampled_from([0.0, 0.5, 1.0, 3.0, 10.0]))
+    def let_time_pass(self, seconds: float) -> None:
+        self.do(asyncio.sleep(seconds))
+
+    @precondition(lambda self: self.batch is None)
+    @rule(patience_s=st.sampled_from([0.5, 2.0, 30.0]))
+    def take(self, patience_s: float) -> None:
+        async def attempt() -> tuple[TakeStatus, PackedGroups | None] | None:
+            try:
+                return await asyncio.wait_for(self.world.producer.take_batch(self.step + 1), patience_s)
+            except TimeoutError:
+                return None
+
+        taken = self.do(attempt())
+        if taken is None:
+            return
+        status, packed = taken
+        if packed is None:
+            assert status.status == "expired_batch" and self.step > self.version
+            return
+        self.step += 1
+        groups = unpack_groups(packed)
+        self.check_batch(status, groups)
+        self.batch = (self.step, [one.key for one in groups])
+
+    def check_batch(self, status: TakeStatus, groups: list[Group]) -> None:
+        assert status.num_groups == len(groups) == 3
+        for age, one in zip(status.staleness, groups, strict=True):
+            assert one.status is Status.COMPLETED
+            oldest = min(int(v) for member in one.states for v in member.policy_versions)
+            assert age == self.step - 1 - oldest < self.thresholds[one.task]
+            assert all(member.reward is not None for member in one.states)
+            assert len({member.reward for member in one.states}) > 1
+
+    @precondition(lambda self: self.batch is not None)
+    @rule()
+    def take_again(self) -> None:
+        assert self.batch is not None
+        _, packed = self.do(self.world.producer.take_batch(self.batch[0]))
+        assert [one.key for one in unpack_groups(packed)] == self.batch[1]
+
+    @precondition(lambda self: self.batch is not None)
+    @rule(repeated=st.booleans())
+    def train(self, repeated: bool) -> None:
+        assert self.batch is not None
+        step, keys = self.batch
+        self.trained += keys
+        self.batch = None
+        for _ in range(1 + repeated):
+            self.do(self.world.producer.acknowledge(step))
+
+    @rule(impatient=st.booleans())
+    def pause(self, impatient: bool) -> None:
+        async def attempt() -> bool:
+            try:
+                await asyncio.wait_for(self.world.producer.pause(), 3.0 if impatient else None)
+                return True
+            except TimeoutError:
+                return False
+
+        self.paused = self.do(attempt()) or self.paused
+
+    @precondition(lambda self: self.paused)
+    @rule(sync=st.booleans())
+    def resume(self, sync: bool) -> None:
+        if sync and self.batch is None:
+            self.version = self.step
+        self.do(self.world.producer.resume(self.version))
+        self.paused = False
+
+    @precondition(lambda self: self.paused)
+    @rule()
+    def save(self) -> None:
+        trained_step = self.step if self.batch is None else self.step - 1
+        state = self.do(self.world.producer.state_dict(model_step=trained_step))
+        self.saved = copy.deepcopy((state, trained_step, self.trained))
+
+    @precondition(lambda self: self.saved is not None)
+    @rule()
+    def crash_and_restore(self) -> None:
+        self.do(self.end())
+        self.do(self.make())
+        state, self.step, self.trained = copy.deepcopy(self.saved)
+        self.batch, self.version = None, max(self.step, state["version"] or 0)
+        self.do(self.world.producer.load_state_dict(state))
+
+    # ---------------------------------------------------------------- what must always be true
+
+    @invariant()
+    def every_group_is_accounted_for(self) -> None:
+        counts = self.do(self.world.producer.counts())
+        assert counts.lost == 0, counts
+        assert counts.trained == len(self.trained)
+        assert counts.sampled == sum(one.position for one in self.world.samplers.values())
+
+    @invariant()
+    def nothing_is_trained_twice(self) -> None:
+        assert len(set(self.trained)) == len(self.trained)
+
+    @invariant()
+    def nothing_runs_while_paused(self) -> None:
+        if self.paused:
+            assert self.do(self.world.producer.counts()).in_flight == 0
+            stubborn = sum(task.get_name().startswith("group") for task in asyncio.all_tasks(self.loop))
+            assert self.world.pool.generating == stubborn
+            for task in asyncio.all_tasks(self.loop):
+                assert not task.get_name().startswith("group") or task.cancelling()
+
+    @invariant()
+    def memory_is_bounded(self) -> None:
+        """By what staleness allows ahead of the consumer, with oversampling and what is retried."""
+        ahead = max(self.thresholds.values()) + self.interval + 1
+        counts = self.do(self.world.producer.counts())
+        leased = 3 if self.batch else 0
+        assert counts.in_flight <= 3 * ahead + 6
+        if all(one.strategy.tail_batch_trigger_size < 0 for one in self.tasks):
+            assert counts.buffered <= 3 * (ahead + 2) + 12 + leased
+
+    @invariant()
+    def production_is_well(self) -> None:
+        if self.running.done() and not self.running.cancelled():
+            error = self.running.exception()
+            assert not isinstance(error, LedgerError), error
+            raise AssertionError(f"production ended: {error!r}") from error
+
+
+TestProduction = ProducerMachine.TestCase
+TestProduction.settings = settings(max_examples=120, stateful_step_count=40, deadline=None)
