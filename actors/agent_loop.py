@@ -6,6 +6,7 @@ worker. A worker that dies is restarted by Ray and its groups are dispatched aga
 
 from __future__ import annotations
 
+from actors.remote import RemotePool
 from raypost.agent_loop.single_turn import SingleTurnAgentLoop
 from raypost.config import Config
 from raypost.protocols import Generator, Judge
@@ -53,10 +54,15 @@ class AgentLoopWorker:
 class AgentLoopPool:
     """An AgentLoop over a pool of workers, for use inside another actor."""
 
-    def __init__(self, pool: AgentLoopWorker) -> None:
-        """`pool` is a RemotePool of AgentLoopWorker actors."""
+    def __init__(self, pool: RemotePool) -> None:
+        """`pool` has AgentLoopWorker actors."""
         self._pool = pool
 
     async def run(self, group: Group) -> Group:
+        """Run a group on the least loaded worker."""
         (done,) = unpack_groups(await self._pool.run(pack_groups([group])))
         return done
+
+    async def interrupt(self) -> None:
+        """End judging on every worker within its grace period."""
+        await self._pool.on_every("interrupt")

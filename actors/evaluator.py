@@ -33,14 +33,14 @@ class Evaluator:
     def __repr__(self) -> str:
         return "evaluator"
 
-    def _held_out_groups(self, task: TaskConfig) -> list[tuple[int, Group]]:
-        prompts = held_out(task, self._config.seed)[: self._config.eval.num_prompts]
+    def _held_out_groups(self, task: TaskConfig) -> list[Group]:
+        prompts = held_out(task, self._config.seed, self._config.eval.num_prompts)
         params = SampleParams(
             max_tokens=task.max_tokens,
             temperature=self._config.eval.temperature,
             stop_token_ids=self._tokenizer.eos_ids,
         )
-        groups = []
+        groups: list[Group] = []
         for n, prompt in enumerate(prompts):
             states = [
                 RolloutState(

@@ -17,6 +17,7 @@ generations.
 from __future__ import annotations
 
 import asyncio
+import gc
 import logging
 import os
 import time
@@ -178,7 +179,11 @@ class RolloutWorker:
             return
         self._unwatch()
         engine, self._engine, self._version = self._engine, None, NO_VERSION
-        await asyncio.to_thread(engine.shutdown)
+        # On this loop, although it blocks for seconds: a loop that ran meanwhile would report a dead engine.
+        engine.shutdown()
+        # vLLM's engine is part of a cycle, and complains when it is collected at the interpreter's end.
+        del engine
+        gc.collect()
 
     # ---------------------------------------------------------------- generation
 
@@ -285,7 +290,6 @@ class RolloutWorker:
                     f"{self._name} holds version {held} and was asked to serve {version}: load it"
                 )
             await self._alive(engine.resume())
-            self._version = version
             self._open = True
 
     async def load_weights(self, manifest: Manifest, *buckets: Bytes) -> WeightReport:
@@ -320,11 +324,11 @@ class RolloutWorker:
 
     async def _load(self, engine: Engine, manifest: Manifest, buckets: Sequence[Bytes]) -> None:
         # Holds for whatever ends this coroutine, a cancellation included.
-        self._broken = f"loading version {manifest.version} was interrupted"
+        self._broken, self._version = f"loading version {manifest.version} was interrupted", NO_VERSION
         try:
             await self._alive(engine.load(manifest, buckets))
         except Exception as error:
-            _, _, touched = await self._alive(engine.held())
+            self._version, _, touched = await self._alive(engine.held())
             kept = (
                 "its engine is half loaded and must be built anew"
                 if touched
@@ -334,7 +338,7 @@ class RolloutWorker:
             raise WeightError(
                 f"{self._name} did not load version {manifest.version}: {error}; {kept}"
             ) from error
-        self._broken = None
+        self._broken, self._version = None, manifest.version
 
     async def held(self) -> WeightReport:
         """What the engine says it holds; version -1 for nothing."""
@@ -388,6 +392,7 @@ class RolloutWorker:
 def _set_environment(config: EngineConfig) -> None:
     """What vLLM takes from the environment alone, for this process and the engine's, which inherit it."""
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     os.environ.update(VLLM_NO_USAGE_STATS="1", DO_NOT_TRACK="1")
     if config.device == "cpu":
         # Unbound threads: bound ones of several workers, or of two runs on one machine, would share a core.

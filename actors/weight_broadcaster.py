@@ -18,6 +18,7 @@ import numpy as np
 from raypost.config import SyncConfig
 from raypost.errors import StaleWeightsError, WeightError
 from raypost.metrics import SpanLog
+from raypost.protocols import WeightSink, WeightSource
 from raypost.types import FloatArray, IntArray, Span
 
 
@@ -40,8 +41,9 @@ class SyncReport:
 class WeightBroadcaster:
     """One version at a time, through the object store."""
 
-    def __init__(self, trainer: object, controller: object, sync: SyncConfig, canary_ids: IntArray) -> None:
-        """`trainer` is a TrainerGroup, `controller` a Remote of the RolloutController."""
+    def __init__(
+        self, trainer: WeightSource, controller: WeightSink, sync: SyncConfig, canary_ids: IntArray
+    ) -> None:
         self._trainer, self._controller, self._sync = trainer, controller, sync
         self._canary_ids = canary_ids
         self._version = -1

@@ -43,8 +43,8 @@ def main(job: Job, argv: list[str] | None = None) -> int:
         config = config.model_copy(update={"runs_dir": config.runs_dir.expanduser().resolve()})
         plan.check(config)
         connect()
-        plan.check(config, cluster=plan.ClusterResources(cluster_nodes()))
-    except RaypostError as error:
+        plan.check(config, cluster=plan.ClusterResources(cluster_nodes(), elastic=config.autoscaling))
+    except (RaypostError, ConnectionError) as error:
         print(f"refused: {error}", file=sys.stderr, flush=True)
         return EXIT_REFUSED
     try:

@@ -119,7 +119,9 @@ class Roles:
         counts: GroupCounts | None = None
         try:
             counts = await self.producer.counts()
-        except Exception as cause:  # the run is over: what it measured must reach the disk without the producer
+        except (
+            Exception
+        ) as cause:  # the run is over: what it measured must reach the disk without the producer
             log.warning("the producer gave no final counts: %s", cause)
         report = await self.telemetry.finish(status, error, counts)
         self.display.finish(report, self.cfg.run_dir)

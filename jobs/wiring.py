@@ -91,9 +91,9 @@ async def _start(cast: _Cast, stop: asyncio.Event, display: Progress) -> Roles:
     cfg = cast.cfg
     model_path = await _prepare_model(cfg, display)
     controller = _spawn_pool(cast, model_path)
-    cast.controller = Remote(controller, "rollout-controller", cfg.sync.timeout_s)
+    cast.controller = Remote("rollout-controller", cfg.sync.timeout_s)
     trainer = TrainerGroup(await _spawn_ranks(cast, model_path), cfg)
-    roles = _spawn_light(cast, stop, display, model_path, controller, trainer)
+    roles = _spawn_light(cast, stop, display, model_path, trainer)
     await asyncio.gather(
         _timed(display, "rollout workers", controller.start.remote(), cfg.rollout.start_timeout_s),
         _timed(display, "trainer ranks", trainer.start(), cfg.train.step_timeout_s),
@@ -156,23 +156,17 @@ async def _spawn_ranks(cast: _Cast, model_path: str) -> list[ActorHandle]:
     ]
 
 
-def _spawn_agents(cast: _Cast, model_path: str, controller: ActorHandle) -> AgentLoopPool:
+def _spawn_agents(cast: _Cast, model_path: str) -> AgentLoopPool:
     cfg = cast.cfg
     request_s = cfg.rollout.request_timeout_s + CALL_TIMEOUT_S
-    judges = [
-        cast.add(JudgeWorker, f"judge-{n}", cfg.tasks, name=f"judge-{n}", max_restarts=-1)
-        for n in range(cfg.rollout.judge_workers)
-    ]
-    generator = Remote(controller, "rollout-controller", request_s)
-    judge = RemotePool(judges, "judge", cfg.rollout.request_timeout_s)
-    loops = [
-        cast.add(
-            AgentLoopWorker, f"agent-loop-{n}", cfg, model_path, generator, judge, name=f"agent-loop-{n}",
-            max_restarts=-1,
-        )
-        for n in range(cfg.rollout.agent_workers)
-    ]  # fmt: skip
-    return AgentLoopPool(RemotePool(loops, "agent-loop", 2 * request_s))
+    judges = [f"judge-{n}" for n in range(cfg.rollout.judge_workers)]
+    loops = [f"agent-loop-{n}" for n in range(cfg.rollout.agent_workers)]
+    for name in judges:
+        cast.add(JudgeWorker, name, cfg.tasks, name=name, max_restarts=-1)
+    generator, judge = Remote("rollout-controller", request_s), RemotePool(judges, request_s)
+    for name in loops:
+        cast.add(AgentLoopWorker, name, cfg, model_path, generator, judge, name=name, max_restarts=-1)
+    return AgentLoopPool(RemotePool(loops, 2 * request_s))
 
 
 def _spawn_light(
@@ -180,24 +174,21 @@ def _spawn_light(
     stop: asyncio.Event,
     display: Progress,
     model_path: str,
-    controller: ActorHandle,
     trainer: TrainerGroup,
 ) -> Roles:
     """The roles that need no device of their own."""
     cfg = cast.cfg
     control = cast.controller
     assert control is not None, "the pool is spawned first"
-    agents = _spawn_agents(cast, model_path, controller)
-    buffer = cast.add(ReplayBufferActor, plan.task_limits(cfg), name="replay-buffer")
-    store = Remote(buffer, "replay-buffer", CALL_TIMEOUT_S)
+    agents = _spawn_agents(cast, model_path)
+    cast.add(ReplayBufferActor, plan.task_limits(cfg), name="replay-buffer")
+    store = Remote("replay-buffer", CALL_TIMEOUT_S)
     producer = cast.add(ProducerActor, cfg, model_path, agents, store, control, name="producer")
     canary_ids = np.arange(1, CANARY_TOKENS + 1, dtype=np.int32)
-    broadcaster = cast.add(
-        WeightBroadcaster, trainer, control, cfg.sync, canary_ids, name="weight-broadcaster"
-    )
-    evaluator = cast.add(Evaluator, cfg, model_path, agents, control, name="evaluator")
+    cast.add(WeightBroadcaster, trainer, control, cfg.sync, canary_ids, name="weight-broadcaster")
+    cast.add(Evaluator, cfg, model_path, agents, control, name="evaluator")
     watched = {name: handle for name, handle in cast.handles.items() if name.startswith(WATCHED)}
-    telemetry = cast.add(Telemetry, cfg, watched, name="telemetry")
+    cast.add(Telemetry, cfg, watched, name="telemetry")
     fingerprint = {"config": plan.fingerprint(cfg)}
     return Roles(
         cfg=cfg,
@@ -206,9 +197,9 @@ def _spawn_light(
         checkpoints=CheckpointDir(cfg.run_dir / "checkpoints", cfg.checkpoint.keep, fingerprint),
         trainer=trainer,
         controller=control,
-        broadcaster=Remote(broadcaster, "weight-broadcaster", cfg.sync.timeout_s + cfg.train.step_timeout_s),
-        producer=Remote(producer, "producer", cfg.rollout.pause_timeout_s + 2 * CALL_TIMEOUT_S),
-        evaluator=Remote(evaluator, "evaluator", cfg.eval.timeout_s),
-        telemetry=Remote(telemetry, "telemetry", CALL_TIMEOUT_S),
+        broadcaster=Remote("weight-broadcaster", cfg.sync.timeout_s + cfg.train.step_timeout_s),
+        producer=Remote("producer", cfg.rollout.pause_timeout_s + 2 * CALL_TIMEOUT_S),
+        evaluator=Remote("evaluator", cfg.eval.timeout_s),
+        telemetry=Remote("telemetry", CALL_TIMEOUT_S),
         producer_handle=producer,
     )

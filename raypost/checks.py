@@ -30,8 +30,10 @@ PROMPT_CHECK_S = 0.3
 
 
 def identity(config: Config) -> dict[str, Any]:
-    """What makes a run this run: its configuration as plain data, without where its files lie."""
-    return config.model_dump(mode="json", exclude={"name": True, "runs_dir": True, "model": {"cache_dir"}})
+    """What makes a run this run: its configuration as plain data, without where its files lie and how far it
+    goes, so that a run can be continued for more steps."""
+    exclude: Any = {"name": True, "runs_dir": True, "model": {"cache_dir"}, "train": {"num_steps"}}
+    return config.model_dump(mode="json", exclude=exclude)
 
 
 def _problem(action: Callable[[], object]) -> list[str]:

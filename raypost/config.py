@@ -244,6 +244,8 @@ class Config(_Model):
     runs_dir: Path = Path("runs")
     seed: int = 0
     device: Device = "cpu"
+    autoscaling: bool = False
+    """Whether the cluster adds nodes when asked: what it lacks is then waited for, instead of refused."""
     model: ModelConfig
     tasks: Annotated[tuple[TaskConfig, ...], Field(min_length=1)]
     rollout: RolloutConfig = RolloutConfig()

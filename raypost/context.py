@@ -19,7 +19,7 @@ from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 from raypost.config import TaskConfig
-from raypost.errors import ProductionError
+from raypost.errors import CheckpointError, ProductionError
 from raypost.ledger import Ledger
 from raypost.progress import ProduceProgress, allocate
 from raypost.protocols import AgentLoop, Buffer
@@ -204,7 +204,10 @@ class ProduceContext:
         if verdict in (Status.FAILED, Status.FILTERED):
             self._count(entry, group, verdict)
             errors = [state.error for state in group.states if state.error]
-            self._drop(entry.key, verdict, errors[0] if errors else "not valid for training")
+            why = errors[0] if errors else "not valid for training"
+            self._drop(entry.key, verdict, why=why)
+            if verdict is Status.FAILED:
+                self._count_failure(entry.key, why)
             return
         length = group.num_tokens / len(group.states)
         result = await self.buffer.put(pack_groups([group]), self.progress.next_consumer_step)
@@ -216,9 +219,7 @@ class ProduceContext:
         if result.stored:
             self.ledger.stored(entry.key, result.status, staleness=result.staleness, tokens=group.num_tokens)
         else:
-            self.ledger.dropped(
-                entry.key, Status.EXPIRED, staleness=result.staleness, tokens=group.num_tokens
-            )
+            self._drop(entry.key, Status.EXPIRED, staleness=result.staleness, tokens=group.num_tokens)
 
     def _count(self, entry: PendingGroup, group: Group, verdict: Status) -> None:
         window, size = self.progress.metrics, len(group.states)
@@ -239,11 +240,11 @@ class ProduceContext:
         if verdict is Status.FILTERED:
             window.filtered_samples += size
 
-    def _drop(self, key: GroupKey, reason: Status, why: str) -> None:
-        self.ledger.dropped(key, reason, why=why)
+    def _drop(self, key: GroupKey, reason: Status, **facts: Any) -> None:
+        self.ledger.dropped(key, reason, **facts)
         self._dispatches.pop(key, None)
-        if reason is not Status.FAILED:
-            return
+
+    def _count_failure(self, key: GroupKey, why: str) -> None:
         log.warning("group %s failed: %s", key, why)
         self._failed_in_a_row += 1
         limit = max(MIN_FAILED_IN_A_ROW, 4 * self.batch_size)
@@ -263,7 +264,8 @@ class ProduceContext:
             return
         self.progress.metrics.failed_samples += len(entry.last_known)
         why = f"its host died {MAX_DISPATCHES} times, last: {error!r:.500}"
-        self._drop(entry.key, Status.FAILED, why)
+        self._drop(entry.key, Status.FAILED, why=why)
+        self._count_failure(entry.key, why)
 
     async def put_back(self, entry: PendingGroup) -> None:
         """Put a group into the buffer as it was when it started, to be continued. Lock held."""
@@ -278,7 +280,7 @@ class ProduceContext:
             self.ledger.stored(entry.key, result.status, put_back=True)
         else:
             self.progress.count_expired(group.num_tokens / len(states))
-            self.ledger.dropped(entry.key, Status.EXPIRED, staleness=result.staleness)
+            self._drop(entry.key, Status.EXPIRED, staleness=result.staleness)
 
     # ---------------------------------------------------------------- ageing
 
@@ -292,9 +294,56 @@ class ProduceContext:
             if expired.stored:
                 self.ledger.stored(expired.key, Status.EXPIRED)
             else:
-                self.ledger.dropped(expired.key, Status.EXPIRED)
+                self._drop(expired.key, Status.EXPIRED)
 
     async def stocks(self) -> dict[str, dict[Status, int]]:
         """The buffer's groups by task and status; every task is in it. Lock held."""
         counts = await self.buffer.counts()
         return {name: dict(counts.get(name, {})) for name in self.tasks}
+
+    # ---------------------------------------------------------------- trained, saved, restored
+
+    async def acknowledge(self, step: int) -> None:
+        """The steps up to `step` are trained: their leases end. Idempotent. Lock held.
+
+        Raises ProductionError for a step that was never taken.
+        """
+        if step >= self.progress.next_consumer_step:
+            raise ProductionError(f"step {step} was acknowledged, but never taken; {self.describe()}")
+        await self.buffer.acknowledge(step)
+        self.ledger.trained(step)
+        self.ledger.flush()
+
+    async def state_dict(self, model_step: int | None) -> dict[str, Any]:
+        """See Producer.state_dict. Lock held."""
+        if self.pending.gate_open or len(self.pending):
+            raise ProductionError(f"pause before saving: {self.describe()}")
+        if model_step is not None:
+            await self.acknowledge(model_step)
+        progress = self.progress.state_dict()
+        for step, groups in self.ledger.open_leases().items():
+            progress["next_consumer_step"] = min(progress["next_consumer_step"], step)
+            for task, count in groups.items():
+                progress["consumed"][task] -= count
+        self.ledger.flush()
+        return {
+            "version": self.version,
+            "progress": progress,
+            "samplers": {name: task.sampler.state_dict() for name, task in self.tasks.items()},
+            "buffer": await self.buffer.state_dict(),
+            "ledger": self.ledger.state_dict(),
+        }
+
+    async def load_state_dict(self, state: dict[str, Any]) -> None:
+        """See Producer.load_state_dict. Lock held."""
+        if self.pending.gate_open or len(self.pending):
+            raise CheckpointError(f"pause before restoring: {self.describe()}")
+        missing = {"version", "progress", "samplers", "buffer", "ledger"} - set(state)
+        if missing:
+            raise CheckpointError(f"production state lacks {sorted(missing)}: it is damaged")
+        self.ledger.load_state_dict(state["ledger"])
+        self.progress.load_state_dict(state["progress"])
+        for name, task in self.tasks.items():
+            task.sampler.load_state_dict(state["samplers"].get(name, {}))
+        await self.buffer.load_state_dict(state["buffer"])
+        self.version = state["version"]

@@ -176,12 +176,14 @@ class TrainEngine:
             clip_low=self._train.clip_low,
             clip_high=self._train.clip_high,
         )
-        # DeepSpeed averages gradients over ranks; the normaliser is global, so they are to be summed.
-        self._engine.backward(loss * self._world_size)
-        if not math.isfinite(loss_sums.loss):
+        finite = math.isfinite(loss_sums.loss)
+        # DeepSpeed averages gradients over ranks; the normaliser is global, so they are to be summed. A loss
+        # that overflowed may have a finite gradient: NaN makes the norm on every rank refuse the step.
+        self._engine.backward(loss * (self._world_size if finite else math.nan))
+        if not finite:
             keys = _first(sorted({str(sample.key) for sample in micro.samples}))
-            log.warning("step %d, rank %d: the loss of a micro-batch is %s; its groups are %s",
-                        step, self._rank, loss_sums.loss, keys)  # fmt: skip
+            place = f"step {step}, rank {self._rank}"
+            log.warning("%s: the loss of a micro-batch is not finite; its groups: %s", place, keys)
         sums.add(loss_sums, entropy_T, before_T, weights_T, micro, step)
 
     def _forward(self, micro: MicroBatch) -> tuple[Tensor, Tensor]:
@@ -248,7 +250,8 @@ class TrainEngine:
     def save(self, path: Path) -> None:
         """Write optimizer, weights, step and random state below `path`; every rank writes its shard."""
         state = {"step": self._step, "skipped_steps": self._skipped_steps, "rng": torch.get_rng_state()}
-        self._engine.save_checkpoint(str(path), tag=_TAG, client_state=state, save_latest=False)
+        # Under a name of our own: DeepSpeed keeps its counters beside, and would win.
+        self._engine.save_checkpoint(str(path), tag=_TAG, client_state={"raypost": state}, save_latest=False)
         if self._rank == 0:
             (path / _META).write_text(json.dumps(self._identity() | {"step": self._step}))
         dist.barrier()
@@ -267,7 +270,8 @@ class TrainEngine:
         found, state = self._engine.load_checkpoint(str(path), tag=_TAG)
         if found is None:
             raise CheckpointError(f"{path / _TAG} holds no DeepSpeed state")
-        torch.set_rng_state(state["rng"])
+        state = state["raypost"]
+        torch.set_rng_state(state["rng"].cpu())
         self._step, self._skipped_steps, self._metrics = state["step"], state["skipped_steps"], {}
         return self._step
 

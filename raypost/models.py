@@ -49,8 +49,8 @@ def check_model(model: ModelConfig) -> None:
         raise ConfigError(f"model folder {folder} does not exist: give a Hugging Face folder, or 'tiny'")
 
 
-def resolve_model(model: ModelConfig, seed: int, cache_dir: Path) -> Path | str:
-    """The folder of `model`, made or converted into `cache_dir` if need be; a hub id is returned unchanged.
+def resolve_model(model: ModelConfig, seed: int, cache_dir: Path) -> Path:
+    """The folder of `model`: made, converted or fetched from the hub if need be.
 
     `seed` matters to `tiny` alone. May take a minute the first time. Raises ConfigError.
     """
@@ -63,7 +63,23 @@ def resolve_model(model: ModelConfig, seed: int, cache_dir: Path) -> Path | str:
     if model.name == SMOLLM2:
         return _cached(_smollm2_folder(cache_dir), smollm2.convert)
     folder = Path(model.name).expanduser()
-    return folder.resolve() if folder.is_dir() else model.name
+    return folder.resolve() if folder.is_dir() else _fetch(model.name)
+
+
+def _fetch(hub_id: str) -> Path:
+    """The hub's snapshot of `hub_id`, in the hub's own cache, which HF_HOME moves."""
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
+
+    try:
+        return Path(
+            snapshot_download(hub_id, allow_patterns=["*.json", "*.safetensors", "*.model", "*.jinja"])
+        )
+    except (HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
+        raise ConfigError(
+            f"model {hub_id!r} cannot be fetched from the Hugging Face hub ({type(error).__name__}: {error}); give "
+            "a local folder, or check the id, the network and HF_TOKEN"
+        ) from error
 
 
 def _smollm2_folder(cache_dir: Path) -> Path:

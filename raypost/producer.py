@@ -27,10 +27,10 @@ from enum import Enum, auto
 from typing import Any
 
 from raypost.context import ProduceContext, TaskRuntime
-from raypost.errors import CheckpointError, ProductionError, WaitTimeoutError
+from raypost.errors import ProductionError, WaitTimeoutError
 from raypost.ledger import Ledger
 from raypost.protocols import Buffer, RolloutControl, TakeStatus
-from raypost.take import Take, acknowledge, take_again, try_take
+from raypost.take import Take, take_again, try_take
 from raypost.types import GroupCounts, PackedGroups, ProduceBatchStatus, Status
 
 __all__ = ["Producer", "TaskRuntime"]
@@ -226,7 +226,7 @@ class Producer:
 
     async def acknowledge(self, step: int) -> None:
         """The batches up to `step` are trained. Idempotent."""
-        await self._context.locked(lambda: acknowledge(self._context, step))
+        await self._context.locked(lambda: self._context.acknowledge(step))
 
     # ---------------------------------------------------------------- pause and resume
 
@@ -331,11 +331,14 @@ class Producer:
     async def close(self) -> None:
         """Cancel everything in flight, for good. What must survive is paused and saved before."""
         await self._context.pending.close_gate()
-        running = self._context.pending.running()
-        for entry in running:
-            entry.task.cancel()
-        if running:
-            await asyncio.wait([entry.task for entry in running], timeout=CANCEL_GRACE_S)
+        tasks = [entry.task for entry in self._context.pending.all()]
+        for task in tasks:
+            task.cancel()
+        if tasks:
+            await asyncio.wait(tasks, timeout=CANCEL_GRACE_S)
+        for task in tasks:
+            if task.done() and not task.cancelled() and task.exception() is not None:
+                log.warning("%s ended with %r while production was closed", task.get_name(), task.exception())
 
     # ---------------------------------------------------------------- account and checkpoint
 
@@ -357,45 +360,9 @@ class Producer:
         beyond it is undone in the state, so the restored run takes that step again. Raises ProductionError
         unless production is paused with nothing pending.
         """
-        context = self._context
-
-        async def collect() -> dict[str, Any]:
-            if context.pending.gate_open or len(context.pending):
-                raise ProductionError(f"pause before saving: {context.describe()}")
-            if model_step is not None:
-                await acknowledge(context, model_step)
-            progress = context.progress.state_dict()
-            for step, groups in context.ledger.open_leases().items():
-                progress["next_consumer_step"] = min(progress["next_consumer_step"], step)
-                for task, count in groups.items():
-                    progress["consumed"][task] -= count
-            context.ledger.flush()
-            return {
-                "version": context.version,
-                "progress": progress,
-                "samplers": {name: task.sampler.state_dict() for name, task in context.tasks.items()},
-                "buffer": await context.buffer.state_dict(),
-                "ledger": context.ledger.state_dict(),
-            }
-
-        return await context.locked(collect)
+        return await self._context.locked(lambda: self._context.state_dict(model_step))
 
     async def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore what `state_dict` gave; production stays paused until `resume`. Raises CheckpointError."""
-        context = self._context
-
-        async def restore() -> None:
-            if context.pending.gate_open or len(context.pending):
-                raise CheckpointError(f"pause before restoring: {context.describe()}")
-            missing = {"version", "progress", "samplers", "buffer", "ledger"} - set(state)
-            if missing:
-                raise CheckpointError(f"production state lacks {sorted(missing)}: it is damaged")
-            context.ledger.load_state_dict(state["ledger"])
-            context.progress.load_state_dict(state["progress"])
-            for name, task in context.tasks.items():
-                task.sampler.load_state_dict(state["samplers"].get(name, {}))
-            await context.buffer.load_state_dict(state["buffer"])
-            context.version = state["version"]
-            self._last_take = None
-
-        await context.locked(restore)
+        await self._context.locked(lambda: self._context.load_state_dict(state))
+        self._last_take = None

@@ -8,14 +8,18 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from raypost.types import (
+    FloatArray,
     GenerateRequest,
     GenerateResult,
     Group,
     GroupKey,
+    IntArray,
     PackedGroups,
     RolloutState,
     Status,
+    WeightReport,
 )
+from raypost.weights import Manifest
 
 
 class Generator(Protocol):
@@ -55,6 +59,30 @@ class RolloutControl(Protocol):
 
     async def resume(self, version: int) -> None:
         """Engines first, gate last. Raises StaleWeightsError if no worker holds `version`. Idempotent."""
+        ...
+
+
+class WeightSource(Protocol):
+    """Where a version of the weights comes from: the trainer group."""
+
+    async def publish(self, version: int) -> tuple[Manifest, list[Any]]:
+        """The weights as `version`: their manifest, and one object-store ref a bucket."""
+        ...
+
+    async def canary(self, token_ids: IntArray) -> FloatArray:
+        """Logprob of every token but the first under the current weights, at temperature 1."""
+        ...
+
+
+class WeightSink(Protocol):
+    """Where a version of the weights goes: the rollout pool."""
+
+    async def load_weights(self, manifest: Manifest, buckets: list[Any]) -> list[WeightReport]:
+        """Load into every live worker; what each says it holds. Raises WeightError if that differs."""
+        ...
+
+    async def canary(self, prompt_ids: IntArray) -> list[tuple[str, FloatArray]]:
+        """(worker, logprobs of the prompt's tokens but the first) for every live worker."""
         ...
 
 

@@ -172,6 +172,10 @@ class PendingSet:
         """Groups of one task in flight."""
         return sum(key[0] == task for key in self._pending)
 
+    def all(self) -> list[PendingGroup]:
+        """Groups in flight, those included that ended and were not received yet."""
+        return list(self._pending.values())
+
     def running(self) -> list[PendingGroup]:
         """Groups whose generation has not ended."""
         return [entry for entry in self._pending.values() if not entry.task.done()]

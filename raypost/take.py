@@ -1,4 +1,4 @@
-"""The consumer's side of production: take the batch of a step, and say when it is trained.
+"""The consumer's side of production: take the batch of a step.
 
 Owns the rules of a take; everything it looks at and moves is the ProduceContext's. A batch is leased, so
 asking again for the same step gives the same batch. Called with the lock held.
@@ -58,13 +58,6 @@ async def take_again(context: ProduceContext, step: int) -> PackedGroups:
     if lease is None:
         raise ProductionError(f"the batch of step {step} is trained and gone; {context.describe()}")
     return lease.packed
-
-
-async def acknowledge(context: ProduceContext, step: int) -> None:
-    """The steps up to `step` are trained: their leases end. Idempotent."""
-    await context.buffer.acknowledge(step)
-    context.ledger.trained(step)
-    context.ledger.flush()
 
 
 def _consume(context: ProduceContext, lease: Lease) -> None:

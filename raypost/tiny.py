@@ -21,7 +21,6 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import logging
-import os
 import random
 import re
 import time
@@ -50,9 +49,6 @@ _PIECES = re.compile(r"\d|\D+")
 
 _IGNORED = -100
 """Target that cross entropy leaves out."""
-
-_MAX_THREADS = 4
-"""More threads only get into each other's way at this size."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -171,7 +167,8 @@ def _warm_up(recipe: TinyRecipe, seed: int, tokenizer: PreTrainedTokenizerFast) 
 
     stream, rng, start = problems(recipe, seed), random.Random(seed), time.monotonic()
     threads = torch.get_num_threads()
-    torch.set_num_threads(min(_MAX_THREADS, len(os.sched_getaffinity(0))))
+    # One thread: a second gains a quarter, but a busy neighbour then costs several times as much.
+    torch.set_num_threads(1)
     try:
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)

@@ -276,7 +276,7 @@ def unpack_groups(packed: PackedGroups) -> list[Group]:
     for size in packed.group_sizes:
         states = []
         for i in range(n, n + int(size)):
-            arrays = {
+            arrays: dict[str, Any] = {
                 name: packed.columns[c][packed.offsets[c][i] : packed.offsets[c][i + 1]]
                 for c, name in enumerate(_COLUMNS)
             }

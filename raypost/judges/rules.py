@@ -15,7 +15,7 @@ from typing import Any
 
 from raypost.config import JudgeConfig, TaskConfig
 from raypost.datasets import gym_dataset
-from raypost.errors import ConfigError, JudgeError
+from raypost.errors import JudgeError
 from raypost.types import RolloutState
 
 Scorer = Callable[[str, dict[str, Any]], float]
@@ -61,15 +61,10 @@ def extract_answer(response: str, pattern: re.Pattern[str] | None) -> str | None
 
 
 def build_judge(task: TaskConfig) -> RuleJudge:
-    """The judge of `task`. Raises ConfigError if its kind does not fit the task's source."""
+    """The judge of `task`. Raises ConfigError for a reasoning-gym dataset that does not exist."""
     judge: JudgeConfig = task.judge
     if judge.kind == "exact":
         return RuleJudge(_exact, judge.answer_pattern)
-    if task.source.kind != "reasoning_gym":
-        raise ConfigError(
-            f"task {task.name!r}: judge.kind is 'reasoning_gym' but its source is {task.source.kind!r}, which "
-            "has no scorer: use judge.kind 'exact'"
-        )
     dataset = gym_dataset(task.source, seed=0, part=0)
     return RuleJudge(
         lambda answer, metadata: dataset.score_answer(answer, metadata["entry"]), judge.answer_pattern

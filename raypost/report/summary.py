@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from raypost import metrics
+from raypost import __version__, metrics
 from raypost.config import Config
 from raypost.report.record import Column, RunRecord, held_out_scores
 from raypost.types import GroupCounts
@@ -36,7 +36,7 @@ KILLED = "the run ended without closing its record: it was killed, or its machin
 
 def package_versions() -> dict[str, str]:
     """Python and the packages a result depends on."""
-    versions = {"python": platform.python_version()}
+    versions = {"raypost": __version__, "python": platform.python_version()}
     for name in PACKAGES:
         try:
             versions[name] = metadata.version(name)

@@ -70,6 +70,10 @@ def draw_timeline(record: RunRecord, window: Window, bands: bool = False, title:
                 dense = dense or len(spans) > MAX_BARS
                 _draw_row(ax, y, spans, KIND_COLOURS[kind], window, origin)
     _dress(ax, ["both at once", *rows], window, origin)
+    first = min((spans[0, 0] for spans in record.spans.values() if len(spans)), default=window[0])
+    if first - window[0] > 0.08 * (window[1] - window[0]):
+        # Nothing is wrong with an empty stretch before the engines are up.
+        ax.text((window[0] + first) / 2 - origin, (len(rows) + 1) / 2, "starting up", color=GREY, ha="center")
     handles = [Patch(color=KIND_COLOURS[kind], label=kind) for kind in _ORDER if kind in kinds]
     legend = ax.legend(
         handles=handles, ncols=8, loc="lower right", bbox_to_anchor=(1.0, 1.0), handlelength=1.0,
@@ -77,7 +81,7 @@ def draw_timeline(record: RunRecord, window: Window, bands: bool = False, title:
     )  # fmt: skip
     legend.set_in_layout(True)
     if title:
-        ax.set_title("Rollout and training run at the same time")
+        ax.set_title("Who was busy when")
     notes = [f"{hidden} more actors not shown"] if hidden else []
     if dense:
         notes.append("height: share of the time an actor was busy")

@@ -82,7 +82,7 @@ class RunWriter:
         if self._resumed:
             # TensorBoard then forgets what an earlier session showed from here on.
             restart = Event(wall_time=time.time(), step=step, session_log=SessionLog(status=SessionLog.START))
-            pass
+            self._tensorboard.add_event(restart)
             self._resumed = False
         self._scalars("train", step, finite_floats(line))
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -44,7 +44,7 @@ def make_config(**train: object) -> Config:
 
 
 def make_batch(step: int, num_groups: int = 4, size: int = 4, **changes: object) -> PackedGroups:
-    """Responses of random length; token 5 is what is rewarded."""
+    """Responses of random length; the more often a sample says token 5, the higher its reward."""
     rng = np.random.default_rng(step)
     groups = []
     for group_id in range(num_groups):
@@ -52,7 +52,9 @@ def make_batch(step: int, num_groups: int = 4, size: int = 4, **changes: object)
         states = []
         for index in range(size):
             length = int(rng.integers(1, 20))
-            ids = rng.integers(0, VOCAB, length).astype(np.int32)
+            ids = np.where(rng.random(length) < index / size, 5, rng.integers(0, VOCAB, length)).astype(
+                np.int32
+            )
             state = RolloutState(
                 task="task",
                 group_id=group_id,
@@ -105,6 +107,14 @@ class Probe(TrainerWorker):
         second = engine.train_step(make_batch(2), 2)
         return before, after_bad, weights(), [first, second]
 
+    def renew(self) -> None:
+        """As if it had just been set up."""
+        from raypost.engine import TrainEngine
+
+        self._engine = TrainEngine(self._config, self._model_path, self._rank, self._config.train.num_workers)
+        self._published.clear()
+        self._spans.drain()
+
     def num_published(self) -> int:
         return len(self._published)
 
@@ -125,9 +135,16 @@ def model_path(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 def make_group(model_path: str, config: Config, cls: type = Probe) -> TrainerGroup:
     workers = [
-        spawn(cls, config, model_path, rank, name=f"trainer-{rank}-of-{id(config)}", concurrency_groups=CONCURRENCY_GROUPS)
+        spawn(
+            cls,
+            config,
+            model_path,
+            rank,
+            name=f"trainer-{rank}-of-{id(config)}",
+            concurrency_groups=CONCURRENCY_GROUPS,
+        )
         for rank in range(config.train.num_workers)
-    ]  # fmt: skip
+    ]
     return TrainerGroup(workers, config)
 
 
@@ -148,11 +165,10 @@ def pair(local_ray: None, model_path: str) -> Iterator[TrainerGroup]:
 
 
 @pytest.fixture
-async def fresh(local_ray: None, model_path: str) -> AsyncIterator[TrainerGroup]:
-    group = make_group(model_path, make_config())
-    await group.start()
-    yield group
-    await group.shutdown()
+async def fresh(solo: TrainerGroup) -> TrainerGroup:
+    """`solo` without any step; starting a process for every test would take most of their time."""
+    await solo._each("renew")
+    return TrainerGroup(solo._workers, make_config())
 
 
 async def fit(group: TrainerGroup, step: int) -> dict[str, float]:
@@ -288,11 +304,11 @@ async def test_a_batch_without_anything_trainable_is_skipped_and_counted(fresh):
 
 
 async def test_training_raises_the_reward_of_what_is_sampled(fresh):
-    ids = np.asarray([1, 2, 3, 5], np.int32)
-    before = (await fresh.canary(ids))[-1]
-    for step in range(1, 16):
+    ids = np.asarray([1, 5, 2, 5, 3, 5], np.int32)
+    before = (await fresh.canary(ids))[::2].mean()
+    for step in range(1, 11):
         await fit(fresh, step)
-    assert (await fresh.canary(ids))[-1] > before + 0.1
+    assert (await fresh.canary(ids))[::2].mean() > before + 0.5
 
 
 async def test_time_is_accounted_for_by_kind_and_actor(fresh, tmp_path):
@@ -306,17 +322,17 @@ async def test_time_is_accounted_for_by_kind_and_actor(fresh, tmp_path):
     assert await fresh.drain_spans() == []
 
 
-class Stuck:
-    """Answers every call but the steps of rank 1."""
+class Unreliable:
+    """Step 1: rank 1 is broken and rank 0 waits for it. Step 2: rank 1 does not answer."""
 
     def __init__(self, config: Config, model_path: str, rank: int) -> None:
         self._rank = rank
 
     def train_step(self, packed: PackedGroups, step: int) -> dict[str, float]:
-        if self._rank == 1:
-            threading.Event().wait(20)
-        if self._rank == 2:
-            raise CheckpointError("rank 2 is broken")
+        if (self._rank, step) == (1, 1):
+            raise CheckpointError("rank 1 is broken")
+        if self._rank == step - 1:
+            threading.Event().wait(2 if step == 1 else 20)
         return {}
 
     @ray.method(concurrency_group="control")
@@ -324,18 +340,17 @@ class Stuck:
         pass
 
 
-@pytest.mark.parametrize(("ranks", "error", "text"), [
-    (2, WaitTimeoutError, "waited 1 s for train_step of trainer-1$"),
-    (3, CheckpointError, "rank 2 is broken"),
-])  # fmt: skip
-async def test_a_late_rank_is_named_and_a_broken_one_is_not_waited_for(ranks, error, text):
-    config = make_config(num_workers=ranks, batch_size=6, step_timeout_s=1 if ranks == 2 else 15)
-    group = make_group("", config, Stuck)
+async def test_a_broken_rank_is_not_waited_for_and_a_late_one_is_named():
+    group = make_group("", make_config(num_workers=2, step_timeout_s=4), Unreliable)
     await asyncio.gather(*(worker.close.remote() for worker in group._workers))
-    start = asyncio.get_running_loop().time()
-    with pytest.raises(error, match=text):
+    now = asyncio.get_running_loop().time
+    start = now()
+    with pytest.raises(CheckpointError, match="rank 1 is broken"):
         await group.fit(ray.put(1))
-    assert asyncio.get_running_loop().time() - start < 5
+    assert now() - start < 1.5
+    with pytest.raises(WaitTimeoutError, match=r"waited 4 s for train_step of trainer-1$"):
+        await group.fit(ray.put(1), 2)
+    assert group.step == 0
     await group.shutdown()
 
 

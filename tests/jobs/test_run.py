@@ -8,11 +8,10 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import psutil
-import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 RECIPE = """
@@ -61,7 +60,7 @@ time.sleep(120)
 
 
 @contextmanager
-def running(folder: Path, code: str, *args: str, mark: str = "") -> Iterator[subprocess.Popen[str]]:
+def running(folder: Path, code: str, *args: str) -> Iterator[subprocess.Popen[str]]:
     """A run of `code`, with everything it prints in one stream; afterwards nothing of it may be left."""
     folder.mkdir(exist_ok=True)
     (folder / "job.py").write_text(code)
@@ -125,15 +124,20 @@ def test_failure_ends_with_its_cause_its_code_and_the_logs(tmp_path: Path) -> No
     assert "Traceback" in shown
 
 
-@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
-def test_signal_lets_the_job_save_first(tmp_path: Path, number: signal.Signals, code: int) -> None:
-    with running(tmp_path / "job", STOPS, str(tmp_path / "file")) as run:
-        read_until(run, "working")
-        run.send_signal(number)
-        shown, _ = run.communicate(timeout=60)
-    assert run.returncode == code
-    assert (tmp_path / "file").read_text() == "saved"
-    assert "saved" in shown.splitlines()
+def test_signal_lets_the_job_save_first(tmp_path: Path) -> None:
+    codes = {signal.SIGINT: 130, signal.SIGTERM: 143}
+    with ExitStack() as stack:
+        runs = {
+            number: stack.enter_context(running(tmp_path / number.name, STOPS, str(tmp_path / f"{number:d}")))
+            for number in codes
+        }
+        for number, run in runs.items():
+            read_until(run, "working")
+            run.send_signal(number)
+        shown = [run.communicate(timeout=60)[0] for run in runs.values()]
+    assert {number: run.returncode for number, run in runs.items()} == codes
+    assert [(tmp_path / f"{number:d}").read_text() for number in codes] == ["saved", "saved"]
+    assert all("saved" in text.splitlines() for text in shown)
 
 
 def test_second_signal_ends_the_job_at_once(tmp_path: Path) -> None:

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import asyncio
 import selectors
-from collections.abc import Callable, Coroutine
+from collections.abc import AsyncIterator, Callable, Coroutine
+from contextlib import asynccontextmanager
 from typing import Any, TypeVar
 
 import numpy as np
@@ -168,6 +169,22 @@ class Pool:
         state.reward = 1.0 if fate == "uniform" else float(state.sample_index % 2)
 
 
+class SlowBuffer:
+    """A buffer behind a slow call: its work is done half way between the request and the answer."""
+
+    def __init__(self, buffer: ReplayBuffer, seconds: float) -> None:
+        self._buffer, self._seconds = buffer, seconds
+
+    def __getattr__(self, method: str) -> Callable[..., Coroutine[Any, Any, Any]]:
+        async def call(*args: Any) -> Any:
+            await asyncio.sleep(self._seconds / 2)
+            answer = await getattr(self._buffer, method)(*args)
+            await asyncio.sleep(self._seconds / 2)
+            return answer
+
+        return call
+
+
 def task_config(
     name: str = "default", *, weight: float = 1.0, group_size: int = 2, **strategy: Any
 ) -> TaskConfig:
@@ -194,6 +211,7 @@ class World:
         ledger: Ledger | None = None,
         pool: Pool | None = None,
         is_valid: Callable[[Group], bool] | None = None,
+        buffer_call_s: float = 0.0,
     ) -> None:
         loop = asyncio.get_running_loop()
         configs = tasks or (task_config(),)
@@ -208,7 +226,7 @@ class World:
         ]
         self.producer = Producer(
             runtimes,
-            self.buffer,
+            SlowBuffer(self.buffer, buffer_call_s) if buffer_call_s else self.buffer,
             self.pool,
             self.ledger,
             batch_size=batch_size,
@@ -270,3 +288,44 @@ def group(
         for index, versions in enumerate(members)
     ]
     return Group(task=task, group_id=group_id, states=states)
+
+
+@asynccontextmanager
+async def producing(world: World, version: int | None = 0) -> AsyncIterator[asyncio.Task[None]]:
+    """Production at `version`, ended and accounted for on exit."""
+    if version is not None:
+        await world.producer.resume(version)
+    running = world.start()
+    try:
+        yield running
+    finally:
+        assert (await world.producer.counts()).lost == 0
+        running.cancel()
+        await asyncio.wait([running])
+        await world.producer.close()
+
+
+def fate(**fates: set[int]) -> Callable[[Group], str]:
+    """ "ok" but for the groups named: `fate(failed={1, 2})`."""
+    return lambda one: next((name for name, ids in fates.items() if one.group_id in ids), "ok")
+
+
+async def train_step(world: World, step: int) -> Any:
+    """Take, acknowledge and sync, as the main loop does."""
+    status, packed = await world.producer.take_batch(step)
+    assert packed is not None
+    await world.producer.acknowledge(step)
+    await world.producer.pause()
+    await world.producer.resume(step)
+    return status, packed
+
+
+async def take_after_sync(world: World, step: int) -> Any:
+    """Take; if production wants newer weights first, give it those of the step before."""
+    status, packed = await world.producer.take_batch(step)
+    if packed is None:
+        await world.producer.acknowledge(step - 1)
+        await world.producer.pause()
+        await world.producer.resume(step - 1)
+        status, packed = await world.producer.take_batch(step)
+    return status, packed

@@ -329,7 +329,7 @@ def test_the_same_run_is_resumed_wherever_its_folder_lies(tmp_path: Path) -> Non
     assert plan.check(mine).fingerprint == plan.fingerprint(config_of(tmp_path / "elsewhere", name="b"))
 
 
-@pytest.mark.parametrize("place", ["seed", "train__num_steps", "tasks__0__group_size", "model__name"])
+@pytest.mark.parametrize("place", ["seed", "train__batch_size", "tasks__0__group_size", "model__name"])
 def test_fingerprint_changes_with_whatever_changes_the_run(tmp_path: Path, place: str) -> None:
     value = "smollm2-135m" if place == "model__name" else 77
     assert plan.fingerprint(config_of(tmp_path)) != plan.fingerprint(config_of(tmp_path, **{place: value}))

@@ -1,48 +1,24 @@
-"""The producer's behaviour, scenario by scenario, under a virtual clock. Rows N12, N16, N17, N20, N21, N24,
-N26, N27, N29 to N32."""
+"""Scheduling, takes and what becomes of groups, under a virtual clock. Rows N8, N10, N12, N16, N17, N20,
+N21, N24, N29 to N31.
+"""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
-from contextlib import asynccontextmanager
-from typing import Any
 
 import pytest
 
-from raypost.errors import CheckpointError, LedgerError, ProductionError, StaleWeightsError, WaitTimeoutError
-from raypost.types import Group, ProduceBatchStatus, Status, pack_groups, unpack_groups
-from tests.unit.production import Pool, World, group, task_config, virtual
-
-
-@asynccontextmanager
-async def producing(world: World, version: int | None = 0) -> Any:
-    """Production at `version`, ended and accounted for on exit."""
-    if version is not None:
-        await world.producer.resume(version)
-    running = world.start()
-    try:
-        yield running
-    finally:
-        assert (await world.producer.counts()).lost == 0
-        running.cancel()
-        await asyncio.wait([running])
-        await world.producer.close()
-
-
-def fate(**fates: set[int]) -> Callable[[Group], str]:
-    """ "ok" but for the groups named: `fate(failed={1, 2})`."""
-    return lambda one: next((name for name, ids in fates.items() if one.group_id in ids), "ok")
-
-
-async def train_step(world: World, step: int) -> Any:
-    """Take, acknowledge and sync, as the main loop does."""
-    status, packed = await world.producer.take_batch(step)
-    assert packed is not None
-    await world.producer.acknowledge(step)
-    await world.producer.pause()
-    await world.producer.resume(step)
-    return status, packed
+from raypost.errors import ProductionError, WaitTimeoutError
+from raypost.types import ProduceBatchStatus, Status, unpack_groups
+from tests.unit.production import (
+    World,
+    fate,
+    producing,
+    take_after_sync,
+    task_config,
+    train_step,
+    virtual,
+)
 
 
 def test_on_policy_training_sees_only_the_newest_version() -> None:
@@ -123,7 +99,7 @@ def test_sync_production_begins_a_step_when_the_one_before_was_taken() -> None:
             for step in (1, 2, 3):
                 await asyncio.sleep(100)
                 assert (await world.producer.counts()).sampled == 2 * step
-                status, packed = await world.producer.take_batch(step)
+                status, _packed = await world.producer.take_batch(step)
                 assert (status.status, status.staleness) == ("normal", (step - 1, step - 1))
             await asyncio.sleep(100)
             assert (await world.producer.take_batch(4))[0].status == "expired_batch"
@@ -211,17 +187,6 @@ async def stale_leftovers(trigger: int) -> World:
     return world
 
 
-async def take_after_sync(world: World, step: int) -> Any:
-    """Take; if production wants newer weights first, give it those of the step before."""
-    status, packed = await world.producer.take_batch(step)
-    if packed is None:
-        await world.producer.acknowledge(step - 1)
-        await world.producer.pause()
-        await world.producer.resume(step - 1)
-        status, packed = await world.producer.take_batch(step)
-    return status, packed
-
-
 def test_groups_that_expire_after_production_stopped_are_produced_anew() -> None:
     """N17, and N31 resolved instead of raised: what lacks below the bound may still be produced."""
 
@@ -289,6 +254,21 @@ def test_a_batch_that_can_never_come_is_an_error_with_every_counter() -> None:
     virtual(main())
 
 
+def test_a_consumer_that_waits_learns_at_once_that_production_stopped() -> None:
+    async def main() -> None:
+        world = World()
+        await world.producer.resume(0)
+        context = world.producer._context
+        context.progress.next_consumer_step = 3
+        waiting = asyncio.create_task(world.producer.take_batch(3))
+        await asyncio.sleep(1)
+        context.set_status(ProduceBatchStatus.EXPIRED_BATCH)
+        await asyncio.sleep(1)
+        assert waiting.done() and (await waiting)[0].num_groups == 0
+
+    virtual(main())
+
+
 def test_take_wakes_up_when_the_last_group_arrives() -> None:
     async def main() -> None:
         world = World(batch_size=3)
@@ -333,6 +313,8 @@ def test_a_step_out_of_turn_is_refused() -> None:
     async def main() -> None:
         world = World()
         async with producing(world):
+            with pytest.raises(ProductionError, match="step 1 was acknowledged, but never taken"):
+                await world.producer.acknowledge(1)
             with pytest.raises(ProductionError, match="step 3 was asked for, but step 1 is next"):
                 await world.producer.take_batch(3)
 
@@ -424,342 +406,5 @@ def test_several_tasks_share_a_batch_by_weight_and_one_without_weight_is_idle() 
             names = [one.task for one in unpack_groups(packed)]
             assert (names.count("a"), names.count("b"), names.count("c")) == (4, 2, 0)
             assert world.samplers["c"].position == 0
-
-    virtual(main())
-
-
-# ---------------------------------------------------------------- pause and resume
-
-
-def test_pause_drains_into_the_buffer_and_nothing_starts_before_resume() -> None:
-    """N26."""
-
-    async def main() -> None:
-        world = World(batch_size=2)
-        async with producing(world):
-            await asyncio.sleep(0.5)
-            seconds = await world.producer.pause()
-            assert seconds >= 0 and world.pool.generating == 0
-            counts = await world.producer.counts()
-            assert (counts.in_flight, counts.buffered) == (0, 2)
-            assert await world.producer.pause() == 0
-            await asyncio.sleep(1000)
-            assert len(world.pool.started) == 2
-            await world.producer.resume(0)
-            await world.producer.resume(0)
-            await world.producer.take_batch(1)
-
-    virtual(main())
-
-
-def test_a_lost_abort_is_sent_again() -> None:
-    async def main() -> None:
-        world = World(batch_size=2, pause_timeout_s=60)
-        world.pool.lost_pauses, world.pool.seconds = 1, lambda one: 500
-        async with producing(world):
-            await asyncio.sleep(1.5)
-            assert await world.producer.pause() == pytest.approx(5.0)
-            assert (world.pool.pauses, world.pool.generating) == (2, 0)
-            assert world.pool.interrupts == 2
-
-    virtual(main())
-
-
-@pytest.mark.parametrize(("how", "seconds"), [("hang", 20.0), ("stubborn", 25.0)])
-def test_what_hangs_is_cancelled_at_the_deadline_and_put_back_not_lost(how: str, seconds: float) -> None:
-    """N27, without the loss."""
-
-    async def main() -> None:
-        world = World(batch_size=2, pause_timeout_s=20)
-        world.pool.fate = fate(**{how: {0}})
-        async with producing(world):
-            await asyncio.sleep(0.5)
-            assert await world.producer.pause() == pytest.approx(seconds)
-            counts = await world.producer.counts()
-            assert (counts.in_flight, counts.buffered, counts.lost) == (0, 2, 0)
-            await world.producer.state_dict()
-            world.pool.fate = fate()
-            await world.producer.resume(0)
-            _, packed = await world.producer.take_batch(1)
-            assert {h["group_id"] for h in packed.header} == {0, 1}
-            assert {h["num_aborts"] for h in packed.header} == {1}
-
-    virtual(main())
-
-
-def test_a_pool_that_does_not_confirm_its_pause_is_an_error_and_the_gate_stays_closed() -> None:
-    async def main() -> None:
-        world = World(batch_size=1, pause_timeout_s=20)
-
-        async def never() -> None:
-            await asyncio.sleep(1e9)
-
-        world.pool.pause = never  # type: ignore[method-assign]
-        async with producing(world):
-            await asyncio.sleep(0.5)
-            with pytest.raises(WaitTimeoutError, match="did not confirm"):
-                await world.producer.pause()
-            started = len(world.pool.started)
-            await asyncio.sleep(100)
-            assert len(world.pool.started) == started
-
-    virtual(main())
-
-
-def test_versions_never_go_back_and_engines_come_first() -> None:
-    async def main() -> None:
-        world = World()
-        await world.producer.resume(3)
-        with pytest.raises(ProductionError, match="version 3 was served"):
-            await world.producer.resume(2)
-
-        async def refuse(version: int) -> None:
-            raise StaleWeightsError("not loaded")
-
-        await world.producer.pause()
-        world.pool.resume = refuse  # type: ignore[method-assign]
-        with pytest.raises(StaleWeightsError):
-            await world.producer.resume(4)
-        running = world.start()
-        await asyncio.sleep(10)
-        assert world.pool.started == []
-        running.cancel()
-
-    virtual(main())
-
-
-# ---------------------------------------------------------------- failures
-
-
-def test_a_bug_in_one_group_ends_run_at_once_with_its_traceback_and_loses_nothing() -> None:
-    async def main() -> None:
-        world = World(batch_size=4)
-        world.pool.seconds = lambda one: 1
-        world.pool.fate = lambda one: "bug" if one.group_id == 2 else "ok"
-        await world.producer.resume(0)
-        running = world.start()
-        waiting = asyncio.create_task(world.producer.take_batch(1))
-        with pytest.raises(ZeroDivisionError, match="group 2") as caught:
-            await running
-        assert any(entry.name == "_run" for entry in caught.traceback)
-        with pytest.raises(ZeroDivisionError):
-            await waiting
-        await world.producer.pause()
-        counts = await world.producer.counts()
-        assert (counts.buffered, counts.in_flight, counts.lost) == (4, 0, 0)
-        await world.producer.state_dict()
-
-    virtual(main())
-
-
-def test_a_filter_that_raises_ends_run_and_loses_nothing() -> None:
-    async def main() -> None:
-        def broken(one: Group) -> bool:
-            raise KeyError("reward")
-
-        world = World(batch_size=2, is_valid=broken)
-        await world.producer.resume(0)
-        with pytest.raises(KeyError):
-            await world.start()
-        await world.producer.pause()
-        assert (await world.producer.counts()).lost == 0
-
-    virtual(main())
-
-
-def test_a_group_whose_host_died_is_started_again_and_failed_in_the_end() -> None:
-    async def main() -> None:
-        pool, deaths = Pool(), {"left": 2}
-
-        def fate_of(one: Group) -> str:
-            if one.group_id == 0 and deaths["left"]:
-                deaths["left"] -= 1
-                return "died"
-            return "died" if one.group_id == 1 else "ok"
-
-        pool.fate = fate_of
-        world = World(batch_size=2, pool=pool)
-        async with producing(world):
-            _, packed = await world.producer.take_batch(1)
-            assert {h["group_id"] for h in packed.header} == {0, 2}
-            assert pool.started.count(0) == 3 and pool.started.count(1) == 4
-            assert (await world.producer.counts()).failed == 1
-
-    virtual(main())
-
-
-def test_nothing_but_failures_ends_production_instead_of_eating_the_dataset() -> None:
-    async def main() -> None:
-        world = World(batch_size=2)
-        world.pool.fate = lambda one: "failed"
-        await world.producer.resume(0)
-        with pytest.raises(ProductionError, match=r"32 groups in a row failed .* with: scripted"):
-            await world.start()
-
-    virtual(main())
-
-
-def test_a_cancelled_run_is_no_silence_for_the_consumer() -> None:
-    async def main() -> None:
-        world = World()
-        await world.producer.resume(0)
-        running = world.start()
-        await asyncio.sleep(0.5)
-        with pytest.raises(ProductionError, match="running already"):
-            await world.producer.run()
-        running.cancel()
-        with pytest.raises(ProductionError, match="was cancelled"):
-            await world.producer.take_batch(1)
-
-    virtual(main())
-
-
-def test_an_agent_loop_that_returns_another_group_is_named() -> None:
-    async def main() -> None:
-        world = World(batch_size=1)
-
-        async def other(one: Group) -> Group:
-            return group(77, [0], [0])
-
-        world.pool.run = other  # type: ignore[method-assign]
-        await world.producer.resume(0)
-        with pytest.raises(ProductionError, match="must return the same"):
-            await world.start()
-
-    virtual(main())
-
-
-# ---------------------------------------------------------------- one round, and the checkpoint
-
-
-def test_one_round_produces_its_step_and_no_more() -> None:
-    async def main() -> None:
-        world = World(task_config(max_staleness=3), batch_size=2)
-        await world.producer.resume(0)
-        for step in (1, 2, 3):
-            assert await world.producer.produce_batch(step) is ProduceBatchStatus.NORMAL
-            assert await world.producer.produce_batch(step) is ProduceBatchStatus.NORMAL
-            await world.producer.pause()
-            status, _ = await world.producer.take_batch(step)
-            assert (status.num_groups, (await world.producer.counts()).sampled) == (2, 2 * step)
-            await world.producer.acknowledge(step)
-            assert await world.producer.produce_batch(step + 1) is ProduceBatchStatus.UPDATE_WEIGHT_AND_ABORT
-            await world.producer.resume(step)
-        strict = World(batch_size=1)
-        await strict.producer.resume(0)
-        assert await strict.producer.produce_batch(1) is ProduceBatchStatus.NORMAL
-
-    virtual(main())
-
-
-def test_one_round_beyond_the_bound_asks_for_newer_weights() -> None:
-    async def main() -> None:
-        world = World(task_config(max_staleness=0), batch_size=1)
-        await world.producer.resume(0)
-        assert await world.producer.produce_batch(2) is ProduceBatchStatus.EXPIRED_BATCH
-
-    virtual(main())
-
-
-def test_saving_needs_a_pause() -> None:
-    async def main() -> None:
-        world = World()
-        async with producing(world):
-            await asyncio.sleep(0.5)
-            with pytest.raises(ProductionError, match="pause before saving"):
-                await world.producer.state_dict()
-
-    virtual(main())
-
-
-async def saved_after(step: int, **take: bool) -> tuple[World, dict[str, Any]]:
-    world = World(task_config(max_staleness=1, over_sample_threshold=1.0), batch_size=2)
-    await world.producer.resume(0)
-    world.start()
-    for one in range(1, step + 1):
-        await train_step(world, one)
-    if take.get("ahead"):
-        await world.producer.take_batch(step + 1)
-    await world.producer.pause()
-    return world, await world.producer.state_dict(model_step=step)
-
-
-def test_a_restored_run_stays_paused_then_goes_on_with_the_same_groups() -> None:
-    """N32."""
-
-    async def main() -> None:
-        before, state = await saved_after(4)
-        after = World(task_config(max_staleness=1, over_sample_threshold=1.0), batch_size=2)
-        await after.producer.load_state_dict(state)
-        after.start()
-        await asyncio.sleep(100)
-        assert after.pool.started == []
-        assert await after.producer.counts() == await before.producer.counts()
-        with pytest.raises(ProductionError, match="version 4 was served"):
-            await after.producer.resume(2)
-        batches = []
-        for world in (before, after):
-            await world.producer.resume(4)
-            _, packed = await world.producer.take_batch(5)
-            batches.append([h["group_id"] for h in packed.header])
-            assert (await world.producer.counts()).lost == 0
-        assert batches[0] == batches[1]
-        assert after.samplers["default"].position == before.samplers["default"].position
-
-    virtual(main())
-
-
-def test_a_batch_taken_but_not_in_the_saved_model_is_taken_again() -> None:
-    async def main() -> None:
-        before, state = await saved_after(2, ahead=True)
-        first = await before.producer.take_batch(3)
-        after = World(task_config(max_staleness=1, over_sample_threshold=1.0), batch_size=2)
-        await after.producer.load_state_dict(state)
-        assert (await after.producer.counts()).trained == 4
-        again = await after.producer.take_batch(3)
-        assert [h["group_id"] for h in first[1].header] == [h["group_id"] for h in again[1].header]
-
-    virtual(main())
-
-
-def test_a_batch_that_is_in_the_saved_model_is_never_taken_again() -> None:
-    async def main() -> None:
-        world = World(batch_size=2)
-        await world.producer.resume(0)
-        world.start()
-        _, packed = await world.producer.take_batch(1)
-        trained = {h["group_id"] for h in packed.header}
-        await world.producer.pause()
-        state = await world.producer.state_dict(model_step=1)
-        after = World(batch_size=2)
-        await after.producer.load_state_dict(state)
-        await after.producer.resume(1)
-        after.start()
-        _, packed = await after.producer.take_batch(2)
-        assert not trained & {h["group_id"] for h in packed.header}
-
-    virtual(main())
-
-
-def test_damaged_foreign_and_late_restores_are_refused() -> None:
-    async def main() -> None:
-        world, state = await saved_after(1)
-        fresh = World(task_config(max_staleness=1), batch_size=2)
-        with pytest.raises(CheckpointError, match="lacks"):
-            await fresh.producer.load_state_dict({"progress": {}})
-        with pytest.raises(CheckpointError, match="restored over"):
-            await world.producer.load_state_dict(state)
-        with pytest.raises(CheckpointError):
-            await World(task_config("other"), batch_size=2).producer.load_state_dict(state)
-
-    virtual(main())
-
-
-def test_a_group_put_behind_the_ledgers_back_is_noticed() -> None:
-    async def main() -> None:
-        world = World(batch_size=1)
-        await world.buffer.put(pack_groups([group(9, [0], [0])]), 1)
-        with pytest.raises(LedgerError, match="never sampled"):
-            await world.producer.take_batch(1)
 
     virtual(main())

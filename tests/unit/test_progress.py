@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from raypost.errors import CheckpointError, ConfigError
@@ -27,6 +27,7 @@ def test_batch_is_split_by_largest_remainder(
     assert list(allocate(batch_size, {str(i): w for i, w in enumerate(weights)}).values()) == shares
 
 
+@settings(deadline=None)
 @given(
     st.integers(0, 500), st.lists(st.floats(0, 1e3), min_size=1, max_size=8).filter(lambda w: sum(w) > 1e-6)
 )

@@ -176,7 +176,20 @@ def test_a_resumed_run_reports_the_steps_of_the_model_that_survived(tmp_path: Pa
     assert report["staleness_histogram"] == {"0": 0, "1": 2, **{str(n): 0 for n in range(2, 9)}, "9": 4}
     assert (report["eval_before"], report["eval_after"]) == (0.1, 0.3)
     assert report["wall_s"] == pytest.approx(2.0)
-    assert report["step_s_median"] == pytest.approx(0.0), "the gap between the sessions is no step"
+
+
+@pytest.mark.usefixtures("no_plots")
+def test_the_time_between_two_sessions_is_no_step(tmp_path: Path, clock: Clock) -> None:
+    for steps in ((1,), (2, 3)):
+        clock.now += 1000
+        recorder = open_run(tmp_path, clock)
+        for step in steps:
+            clock.now += 1
+            recorder.write_step(step, {})
+        recorder.close()
+    report = rebuild(tmp_path)
+    assert report["step_s_median"] == pytest.approx(1.0)
+    assert report["wall_s"] == pytest.approx(3.0)
 
 
 @pytest.mark.usefixtures("no_plots")

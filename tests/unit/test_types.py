@@ -6,7 +6,7 @@ import dataclasses
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from raypost.errors import AlignmentError
@@ -114,6 +114,7 @@ versions = st.lists(st.integers(-1, 9), max_size=5)
 groups = st.lists(st.lists(versions, min_size=1, max_size=4), max_size=4)
 
 
+@settings(deadline=None)
 @given(groups)
 def test_packing_keeps_every_field_of_every_member(shapes: list[list[list[int]]]) -> None:
     before = [group(group_id, *members) for group_id, members in enumerate(shapes)]

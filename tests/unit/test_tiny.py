@@ -1,0 +1,135 @@
+import json
+import os
+from itertools import islice
+from pathlib import Path
+
+import pytest
+
+from raypost import models, smollm2, tiny
+from raypost.config import ModelConfig
+from raypost.datasets import is_held_out
+from raypost.errors import ConfigError
+from raypost.models import check_model, resolve_model
+from raypost.tokenizer import Tokenizer
+
+SMALL = {
+    "hidden_size": 32,
+    "num_heads": 1,
+    "num_layers": 1,
+    "intermediate_size": 32,
+    "steps": 2,
+    "batch_size": 4,
+}
+
+
+def entry(expression: str, answer: int) -> dict[str, object]:
+    return {"answer": str(answer), "metadata": {"expression": expression}}
+
+
+def test_a_worked_answer_makes_the_sum_one_number_shorter_a_line():
+    assert tiny.worked(entry("4 + 3 - 9 + 5", 3)) == "\n7 - 9 + 5 =\n-2 + 5 =\n3"
+    assert tiny.blurted(entry("4 - 9", -5)) == " -5"
+
+
+def test_every_worked_answer_ends_in_the_right_answer():
+    for problem in islice(tiny.problems(tiny.TinyRecipe(), seed=3), 300):
+        assert tiny.worked(problem).split("\n")[-1] == problem["answer"]
+
+
+def test_no_warm_up_problem_is_held_out():
+    assert not any(is_held_out(e["question"]) for e in islice(tiny.problems(tiny.TinyRecipe(), seed=0), 2000))
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"hiden_size": 64}, "no 'hiden_size'"),
+        ({"steps": "many"}, "steps must be a non-negative int, got 'many'"),
+        ({"steps": 1.5}, "steps must be a non-negative int"),
+        ({"num_layers": 0}, "num_layers must be at least 1"),
+        ({"terms": 1}, "terms must be at least 2"),
+        ({"blurt_share": 1.5}, "blurt_share must be at most 1"),
+        ({"hidden_size": 100}, "must be 32, 64 or 128"),
+    ],
+)
+def test_options_that_cannot_work_are_refused(options: dict[str, object], message: str):
+    with pytest.raises(ConfigError, match=message):
+        check_model(ModelConfig(name="tiny", options=options))
+
+
+def test_options_of_another_model_are_refused():
+    with pytest.raises(ConfigError, match="belong to the model 'tiny'"):
+        check_model(ModelConfig(name="some/model", options={"steps": 1}))
+
+
+def test_a_folder_that_does_not_exist_is_refused_and_a_hub_id_is_not(tmp_path: Path):
+    with pytest.raises(ConfigError, match="does not exist"):
+        check_model(ModelConfig(name=str(tmp_path / "absent")))
+    check_model(ModelConfig(name="owner/model"))
+
+
+def test_a_folder_without_configuration_or_without_an_end_token_is_refused(tmp_path: Path):
+    with pytest.raises(ConfigError, match=r"no config\.json"):
+        check_model(ModelConfig(name=str(tmp_path)))
+    tiny.build_tokenizer(tiny.TinyRecipe()).save_pretrained(tmp_path)
+    (tmp_path / "config.json").write_text("{}")
+    check_model(ModelConfig(name=str(tmp_path)))
+    settings = json.loads((tmp_path / "tokenizer_config.json").read_text())
+    del settings["eos_token"]
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings))
+    with pytest.raises(ConfigError, match="no end-of-sequence token"):
+        check_model(ModelConfig(name=str(tmp_path)))
+
+
+def test_the_model_is_made_once_a_seed_and_its_tokenizer_restores_every_answer(tmp_path: Path):
+    model = ModelConfig(name="tiny", options=SMALL)
+    folder = Path(resolve_model(model, 0, tmp_path))
+    before = (folder / "model.safetensors").stat().st_mtime_ns
+    assert resolve_model(model, 0, tmp_path) == folder
+    assert (folder / "model.safetensors").stat().st_mtime_ns == before
+    assert resolve_model(model, 1, tmp_path) != folder
+    assert all(not path.name.startswith(".") for path in tmp_path.iterdir())
+
+    tokenizer = Tokenizer.load(folder)
+    assert json.loads((folder / "config.json").read_text())["vocab_size"] == tokenizer.vocab_size
+    for problem in islice(tiny.problems(tiny.TinyRecipe(), seed=5), 200):
+        for text in (problem["question"], tiny.worked(problem), tiny.blurted(problem)):
+            ids = tokenizer.encode(text)
+            assert tokenizer.decode(ids) == text and 2 not in ids
+    assert len(tokenizer.encode(problem["question"])) == 9
+
+
+def test_the_same_seed_makes_the_same_weights(tmp_path: Path):
+    model = ModelConfig(name="tiny", options=SMALL)
+    files = [Path(resolve_model(model, 4, tmp_path / name)) / "model.safetensors" for name in ("a", "b")]
+    assert files[0].read_bytes() == files[1].read_bytes()
+
+
+def test_a_maker_that_fails_leaves_nothing_behind(tmp_path: Path):
+    def fail(folder: Path) -> None:
+        (folder / "half").write_text("x")
+        raise RuntimeError("disk full")
+
+    with pytest.raises(RuntimeError, match="disk full"):
+        models._cached(tmp_path / "model", fail)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_second_maker_of_the_same_model_keeps_the_first_ones(tmp_path: Path):
+    target = tmp_path / "model"
+
+    def make(folder: Path) -> None:
+        target.mkdir()
+        (target / "first").write_text("x")
+        (folder / "second").write_text("x")
+
+    assert models._cached(target, make) == target
+    assert os.listdir(target) == ["first"] and os.listdir(tmp_path) == ["model"]
+
+
+def test_smollm2_without_its_package_names_the_extra_to_install(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(smollm2, "PACKAGE", "no-such-package-here")
+    with pytest.raises(ConfigError, match="extra 'smollm2'"):
+        check_model(ModelConfig(name="smollm2-135m", cache_dir=tmp_path))
