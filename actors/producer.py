@@ -89,9 +89,9 @@ class ProducerActor:
         """Where every group is."""
         return await self._producer.counts()
 
-    async def save(self, folder: str) -> None:
-        """Write progress, samplers, buffer and ledger into a checkpoint folder. Production must be paused."""
-        CheckpointDir.save_state(Path(folder), STATE_FILE, await self._producer.state_dict())
+    async def save(self, folder: str, step: int) -> None:
+        """Write progress, samplers, buffer and ledger as of `step`. Production must be paused."""
+        CheckpointDir.save_state(Path(folder), STATE_FILE, await self._producer.state_dict(step))
 
     async def load(self, folder: str) -> None:
         """Restore what `save` wrote; production stays paused until `resume`."""

@@ -127,7 +127,8 @@ class RolloutWorker:
         _set_environment(self._config)
         begin = time.monotonic()
         try:
-            self._engine = await asyncio.to_thread(self._make_engine)
+            await asyncio.to_thread(self._make_engine)
+            assert self._engine is not None, "made just now"
             pids = await self._engine.prepare()
             self._watch(pids)
             await self._engine.warm_up()
@@ -140,11 +141,12 @@ class RolloutWorker:
         self._broken = None
         self._info = {"pid": os.getpid(), "engine_pids": pids, "init_s": time.monotonic() - begin}
 
-    def _make_engine(self) -> Engine:
+    def _make_engine(self) -> None:
         # vLLM reads the environment when it is imported.
         from actors.vllm_engine import Engine
 
-        return Engine(self._model_path, self._config, self._seed)
+        # Not returned: the thread would keep its result, and with it a discarded engine.
+        self._engine = Engine(self._model_path, self._config, self._seed)
 
     def _watch(self, pids: list[int]) -> None:
         """End this process when one of the engine's ends: nothing else would be noticed while idle."""
@@ -179,7 +181,7 @@ class RolloutWorker:
             return
         self._unwatch()
         engine, self._engine, self._version = self._engine, None, NO_VERSION
-        # On this loop, although it blocks for seconds: a loop that ran meanwhile would report a dead engine.
+        # On this loop: one that ran meanwhile would report a dead engine.
         engine.shutdown()
         # vLLM's engine is part of a cycle, and complains when it is collected at the interpreter's end.
         del engine

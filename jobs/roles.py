@@ -10,6 +10,7 @@ import asyncio
 import logging
 from dataclasses import dataclass, field
 
+import psutil
 import ray
 from ray.actor import ActorHandle
 
@@ -95,7 +96,7 @@ class Roles:
     async def save(self, step: int) -> None:
         """Write one checkpoint of the whole run. Production must be paused."""
         folder = self.checkpoints.begin(step)
-        await asyncio.gather(self.trainer.save(folder), self.producer.save(str(folder)))
+        await asyncio.gather(self.trainer.save(folder), self.producer.save(str(folder), step))
         self.checkpoints.commit(step)
 
     async def evaluate(self, step: int) -> None:
@@ -110,7 +111,8 @@ class Roles:
 
     async def log(self, step: int, status: TakeStatus, metrics: dict[str, float]) -> None:
         """Record one train step and show it."""
-        record = {**metrics, **_production_metrics(status), **self._last}
+        memory = {"driver_rss_bytes": psutil.Process().memory_info().rss}
+        record = {**metrics, **_production_metrics(status), **self._last, **memory}
         self.display.step(step, record)
         await self.telemetry.log(step, record)
 

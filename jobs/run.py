@@ -29,6 +29,8 @@ from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
+import psutil
+
 from jobs.private_cluster import PrivateCluster
 from raypost.config import Config, load_config
 from raypost.errors import RaypostError, WaitTimeoutError
@@ -45,6 +47,8 @@ STOP_WAIT_S = 90
 STOP_MARGIN_S = 15
 """What Ray itself may take on top before it says that a stopped job has ended."""
 LOST_HEAD_TRIES = 5
+OBJECT_STORE_BYTES = 4 * 1024**3
+"""Room for two versions of the weights of a model of 1 B parameters in bf16, taken only as it is used."""
 ENTRYPOINT_LINE = re.compile(r"Running entrypoint for job ")
 
 
@@ -92,6 +96,7 @@ def run_on_private_cluster(
                 num_gpus=int(resources.get("GPU", 0)),
                 resources=custom,
                 dashboard=True,
+                object_store_memory=min(OBJECT_STORE_BYTES, psutil.virtual_memory().total // 4),
             ) as cluster:
                 _say(f"Ray dashboard at {cluster.dashboard_url}, token {cluster.token}")
                 job = _Job(cluster, entrypoint, working_dir, submission_id, stop_wait_s)

@@ -71,6 +71,7 @@ class _Cast:
     handles: dict[str, ActorHandle] = field(default_factory=dict)
     gangs: list[PlacementGroup] = field(default_factory=list)
     controller: Remote | None = None
+    started_s: float = field(default_factory=time.time)
 
     def add(self, cls: type, *args: Any, name: str, **options: Any) -> ActorHandle:
         """Spawn one actor and remember to end it."""
@@ -188,7 +189,7 @@ def _spawn_light(
     cast.add(WeightBroadcaster, trainer, control, cfg.sync, canary_ids, name="weight-broadcaster")
     cast.add(Evaluator, cfg, model_path, agents, control, name="evaluator")
     watched = {name: handle for name, handle in cast.handles.items() if name.startswith(WATCHED)}
-    cast.add(Telemetry, cfg, watched, name="telemetry")
+    cast.add(Telemetry, cfg, watched, cast.started_s, name="telemetry")
     fingerprint = {"config": plan.fingerprint(cfg)}
     return Roles(
         cfg=cfg,

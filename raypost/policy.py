@@ -13,6 +13,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers.utils import logging as transformers_logging
 
 from raypost.errors import ConfigError
 from raypost.losses import chosen_logprobs
@@ -22,6 +23,7 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 def load_model(model_path: str, dtype: str, gradient_checkpointing: bool = False) -> PreTrainedModel:
     """A causal LM with dropout off: a policy must give a token one logprob, whoever computes it."""
+    transformers_logging.disable_progress_bar()
     config = AutoConfig.from_pretrained(model_path)
     for name in vars(config):
         if "dropout" in name and isinstance(getattr(config, name), float):

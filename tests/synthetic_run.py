@@ -37,6 +37,7 @@ class Sync:
     """Looks like the broadcaster's report."""
 
     version: int
+    digest: str = "0" * 32
     num_workers: int = 1
     nbytes: int = 3_200_000
     seconds: float = SYNC_S

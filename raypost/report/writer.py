@@ -43,6 +43,8 @@ class SyncFigures(Protocol):
     @property
     def version(self) -> int: ...
     @property
+    def digest(self) -> str: ...
+    @property
     def num_workers(self) -> int: ...
     @property
     def nbytes(self) -> int: ...
@@ -56,7 +58,16 @@ class SyncFigures(Protocol):
     def canary_difference(self) -> float: ...
 
 
-_SYNC_FIELDS = ("version", "num_workers", "nbytes", "seconds", "publish_s", "load_s", "canary_difference")
+_SYNC_FIELDS = (
+    "version",
+    "digest",
+    "num_workers",
+    "nbytes",
+    "seconds",
+    "publish_s",
+    "load_s",
+    "canary_difference",
+)
 
 
 class RunWriter:

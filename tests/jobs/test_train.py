@@ -117,7 +117,8 @@ def test_quickstart_trains_syncs_and_accounts_for_every_group(
     assert_adds_up(report)
     assert report["groups"]["trained"] == 6 * 4 and report["groups"]["in_flight"] == 0
     assert [record["step"] for record in steps] == [1, 2, 3, 4, 5, 6]
-    syncs = [json.loads(line) for line in (job.run_dir / "syncs.jsonl").read_text().splitlines()]
+    events = [json.loads(line) for line in (job.run_dir / "events.jsonl").read_text().splitlines()]
+    syncs = [event for event in events if event["event"] == "sync"]
     assert [sync["version"] for sync in syncs] == [0, 1, 2, 3, 4, 5, 6]
     assert len({sync["digest"] for sync in syncs}) == 7, "every step changed the weights"
     assert all(sync["canary_difference"] < 1e-3 for sync in syncs)
