@@ -91,6 +91,7 @@ class Roles:
         """Bring `version` into every rollout worker, verified."""
         report = await self.broadcaster.broadcast(version)
         self._last["sync_s"] = report.seconds
+        self.display.workers(await self.controller.states())
         await self.telemetry.log_sync(report)
 
     async def save(self, step: int) -> None:
