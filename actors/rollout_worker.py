@@ -17,7 +17,6 @@ generations.
 from __future__ import annotations
 
 import asyncio
-import gc
 import logging
 import os
 import time
@@ -183,9 +182,6 @@ class RolloutWorker:
         engine, self._engine, self._version = self._engine, None, NO_VERSION
         # On this loop: one that ran meanwhile would report a dead engine.
         engine.shutdown()
-        # vLLM's engine is part of a cycle, and complains when it is collected at the interpreter's end.
-        del engine
-        gc.collect()
 
     # ---------------------------------------------------------------- generation
 

@@ -80,7 +80,7 @@ class PrivateCluster:
         object_store_memory: int = 512 * 1024**2,
         extra_env: Mapping[str, str] | None = None,
         auth: bool = True,
-        start_timeout_s: float = 60.0,
+        start_timeout_s: float = 120.0,
         stop_timeout_s: float = 6.0,
     ) -> None:
         self._num_cpus = num_cpus

@@ -13,7 +13,6 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
-import numpy as np
 import ray
 from ray.actor import ActorHandle
 from ray.util.placement_group import PlacementGroup, remove_placement_group
@@ -34,12 +33,14 @@ from jobs.roles import Roles
 from raypost import plan
 from raypost.checkpoint import CheckpointDir
 from raypost.config import Config
+from raypost.datasets import build_source, render
 from raypost.display import Progress
 from raypost.models import resolve_model
+from raypost.tokenizer import Tokenizer
+from raypost.types import IntArray
 
 CALL_TIMEOUT_S = 60.0
 """Deadline of small calls between roles."""
-CANARY_TOKENS = 16
 WATCHED = ("rollout-controller", "producer", "weight-broadcaster", "evaluator", "trainer-")
 """Names of the actors that telemetry asks for spans, statistics and counts."""
 
@@ -90,11 +91,11 @@ class _Cast:
 
 async def _start(cast: _Cast, stop: asyncio.Event, display: Progress) -> Roles:
     cfg = cast.cfg
-    model_path = await _prepare_model(cfg, display)
+    model_path, canary_ids = await _prepare_model(cfg, display)
     controller = _spawn_pool(cast, model_path)
     cast.controller = Remote("rollout-controller", cfg.sync.timeout_s)
     trainer = TrainerGroup(await _spawn_ranks(cast, model_path), cfg)
-    roles = _spawn_light(cast, stop, display, model_path, trainer)
+    roles = _spawn_light(cast, stop, display, model_path, canary_ids, trainer)
     await asyncio.gather(
         _timed(display, "rollout workers", controller.start.remote(), cfg.rollout.start_timeout_s),
         _timed(display, "trainer ranks", trainer.start(), cfg.train.step_timeout_s),
@@ -108,15 +109,22 @@ async def _timed(display: Progress, what: str, starting: Any, timeout_s: float) 
     display.phase(f"{what}: {len(infos)} ready in {time.monotonic() - start:.1f} s")
 
 
-async def _prepare_model(cfg: Config, display: Progress) -> str:
-    """The model as a local folder, made or converted in a task of its own so that the driver stays small."""
+async def _prepare_model(cfg: Config, display: Progress) -> tuple[str, IntArray]:
+    """The model's folder and the canary prompt, from a task of its own so that the driver stays small."""
     start = time.monotonic()
     display.phase(f"preparing model {cfg.model.name}")
-    prepare = ray.remote(num_cpus=0)(resolve_model)
-    ref = prepare.options(name="prepare-model").remote(cfg.model, cfg.seed, cfg.model.cache_dir.expanduser())
-    path = await within(ref, cfg.train.step_timeout_s, f"model {cfg.model.name} to be prepared")
+    ref = ray.remote(num_cpus=0)(_prepared).options(name="prepare-model").remote(cfg)
+    prepared = await within(ref, cfg.train.step_timeout_s, f"model {cfg.model.name} to be prepared")
     display.phase(f"model {cfg.model.name} is ready after {time.monotonic() - start:.1f} s")
-    return str(path)
+    return prepared
+
+
+def _prepared(cfg: Config) -> tuple[str, IntArray]:
+    path = str(resolve_model(cfg.model, cfg.seed, cfg.model.cache_dir.expanduser()))
+    task = cfg.tasks[0]
+    # A prompt as in training: on token ids put together at random a model's rounding errors are magnified.
+    prompt = build_source(task, cfg.seed).sample(0)
+    return path, render(prompt, Tokenizer.load(path), task)
 
 
 def _spawn_pool(cast: _Cast, model_path: str) -> ActorHandle:
@@ -175,6 +183,7 @@ def _spawn_light(
     stop: asyncio.Event,
     display: Progress,
     model_path: str,
+    canary_ids: IntArray,
     trainer: TrainerGroup,
 ) -> Roles:
     """The roles that need no device of their own."""
@@ -185,7 +194,6 @@ def _spawn_light(
     cast.add(ReplayBufferActor, plan.task_limits(cfg), name="replay-buffer")
     store = Remote("replay-buffer", CALL_TIMEOUT_S)
     producer = cast.add(ProducerActor, cfg, model_path, agents, store, control, name="producer")
-    canary_ids = np.arange(1, CANARY_TOKENS + 1, dtype=np.int32)
     cast.add(WeightBroadcaster, trainer, control, cfg.sync, canary_ids, name="weight-broadcaster")
     cast.add(Evaluator, cfg, model_path, agents, control, name="evaluator")
     watched = {name: handle for name, handle in cast.handles.items() if name.startswith(WATCHED)}

@@ -209,8 +209,8 @@ class SyncConfig(_Model):
     timeout_s: Annotated[float, Field(gt=0)] = 300
     """Longest time all workers may take to load and acknowledge one version."""
     canary_tolerance: Annotated[float, Field(gt=0)] | None = 1e-2
-    """Largest logprob difference between engine and trainer on a fixed prompt after each sync; null: no
-    canary."""
+    """Largest logprob difference between engine and trainer on a training prompt after each sync; bfloat16 rounds
+    to about 0.3. null: no canary."""
 
 
 class EvalConfig(_Model):

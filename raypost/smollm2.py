@@ -56,7 +56,7 @@ def find_gguf() -> Path:
 
 
 def convert(folder: Path) -> None:
-    """Write the model in float32 and its tokenizer with chat template into `folder`. Takes a few seconds."""
+    """Write the model in float32 and its tokenizer with chat template into `folder`. Takes under a minute."""
     import torch
     from gguf import GGUFReader
     from gguf.quants import dequantize

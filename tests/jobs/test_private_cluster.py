@@ -119,6 +119,8 @@ def test_cluster_ends_with_its_owner(ending: signal.Signals) -> None:
     owner.wait(30)
     processes = [psutil.Process(pid) for pid in pids if psutil.pid_exists(pid)]
     _, left = psutil.wait_procs(processes, timeout=15)
+    for process in left:
+        process.kill()
     assert left == []
     # After SIGKILL nobody is left to remove the folder.
     assert folder.exists() == (ending == signal.SIGKILL)
@@ -143,11 +145,14 @@ def hold(mark: str) -> tuple[subprocess.Popen[str], Path, list[int]]:
         [sys.executable, "-c", HOLDER, mark],
         cwd=ROOT,
         stdout=subprocess.PIPE,
-        stderr=subprocess.DEVNULL,
+        stderr=subprocess.STDOUT,
         text=True,
     )
     assert owner.stdout is not None
-    folder, *pids = owner.stdout.readline().split()
+    first = owner.stdout.readline()
+    if not first.startswith("/"):
+        raise AssertionError(f"the owner's cluster did not start:\n{first}{owner.communicate(timeout=30)[0]}")
+    folder, *pids = first.split()
     return owner, Path(folder), [int(pid) for pid in pids]
 
 
