@@ -23,7 +23,7 @@ from ray.exceptions import RayError
 from actors.placement import cluster_nodes
 from raypost import plan
 from raypost.config import Config, load_config
-from raypost.errors import ProductionError, RaypostError
+from raypost.errors import ProductionError, RaypostError, StoppedError
 
 T = TypeVar("T")
 Job = Callable[[Config, asyncio.Event], Awaitable[None]]
@@ -94,6 +94,8 @@ async def _run(job: Job, config: Config) -> int:
     except asyncio.CancelledError:
         print("stopped before the run could be saved", file=sys.stderr, flush=True)
         return 1
+    except StoppedError as error:
+        print(error, flush=True)
     except (RaypostError, RayError) as error:
         traceback.print_exc()
         cause = getattr(error, "cause", None) or error  # what an actor raised, without its remote traceback

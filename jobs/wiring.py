@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Coroutine
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -35,6 +35,7 @@ from raypost.checkpoint import CheckpointDir
 from raypost.config import Config
 from raypost.datasets import build_source, render
 from raypost.display import Progress
+from raypost.errors import StoppedError
 from raypost.models import resolve_model
 from raypost.tokenizer import Tokenizer
 from raypost.types import IntArray
@@ -51,7 +52,7 @@ async def spawn(cfg: Config, stop: asyncio.Event) -> AsyncIterator[Roles]:
     display = Progress(cfg)
     cast = _Cast(cfg)
     try:
-        roles = await _start(cast, stop, display)
+        roles = await _unless(stop, _start(cast, stop, display))
         try:
             yield roles
         except BaseException as error:
@@ -62,6 +63,22 @@ async def spawn(cfg: Config, stop: asyncio.Event) -> AsyncIterator[Roles]:
     finally:
         display.close()
         await cast.end()
+
+
+async def _unless(stop: asyncio.Event, starting: Coroutine[Any, Any, Roles]) -> Roles:
+    """The started roles. Raises StoppedError, with the start cancelled, if a stop is asked for meanwhile."""
+    start, stopping = asyncio.ensure_future(starting), asyncio.ensure_future(stop.wait())
+    try:
+        await asyncio.wait({start, stopping}, return_when=asyncio.FIRST_COMPLETED)
+        if not start.done():
+            raise StoppedError(
+                "stopped before training began: nothing was trained, and there is nothing to save"
+            )
+        return start.result()
+    finally:
+        stopping.cancel()
+        start.cancel()
+        await asyncio.gather(start, return_exceptions=True)
 
 
 @dataclass

@@ -15,6 +15,7 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
+from raypost import tiny
 from raypost.config import Config, TaskConfig, load_config
 from raypost.datasets import build_source, held_out, render
 from raypost.errors import ConfigError
@@ -54,6 +55,8 @@ def model_problems(config: Config) -> list[str]:
             f"rollout.tensor_parallel_size is {config.rollout.tensor_parallel_size}, but device is cpu, "
             "where an engine is one process: use 1"
         )
+    if config.model.name == TINY:
+        problems += _fit_problems(config, {"max_position_embeddings": tiny.MAX_POSITIONS})
     if problems or folder is None:
         return problems
     try:
@@ -87,12 +90,29 @@ def source_problems(config: Config) -> list[str]:
     problems = []
     for task in config.tasks:
         try:
-            problems += _unknown_gym_names(task) or _prompt_problems(task, config, tokenizer)
+            problems += (
+                _unknown_gym_names(task)
+                or _prompt_problems(task, config, tokenizer)
+                or _unreadable(task, config)
+            )
         except ConfigError as error:
             problems.append(str(error))
         except UnicodeDecodeError as error:
             problems.append(f"task {task.name!r}: {task.source.dataset} is no UTF-8 text: {error}")
     return problems
+
+
+def _unreadable(task: TaskConfig, config: Config) -> list[str]:
+    """A source whose text the model that raypost makes has no words for."""
+    if config.model.name != TINY or (task.source.kind, task.source.dataset) == (
+        "reasoning_gym",
+        tiny.DATASET,
+    ):
+        return []
+    return [
+        f"task {task.name!r}: the model {TINY!r} can read nothing but reasoning-gym's {tiny.DATASET}, and the source "
+        f"is {task.source.dataset!r}: use that, or another model"
+    ]
 
 
 def _unknown_gym_names(task: TaskConfig) -> list[str]:

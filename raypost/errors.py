@@ -11,6 +11,7 @@ RaypostError
 ├── LedgerError          a group changed state in a way the ledger forbids
 ├── CheckpointError      a checkpoint is damaged, or belongs to another run
 ├── WaitTimeoutError     a named wait passed its deadline (also a TimeoutError)
+├── StoppedError         a stop was asked for before training began: there is nothing to save
 └── ClusterError         the cluster cannot give what the placement needs
 """
 
@@ -59,6 +60,10 @@ class CheckpointError(RaypostError):
 
 class WaitTimeoutError(RaypostError, TimeoutError):
     """A wait passed its deadline; the message names its owner and what it waited for."""
+
+
+class StoppedError(RaypostError):
+    """A stop was asked for before training began."""
 
 
 class ClusterError(RaypostError):

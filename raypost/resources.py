@@ -74,7 +74,9 @@ class ClusterResources:
             content = yaml.safe_load(path.read_text())
             head, nodes = content["head_node_type"], []
             for name, node_type in content["available_node_types"].items():
-                count = int(node_type.get("max_workers", content.get("max_workers", 0))) + (name == head)
+                # Ray's own default: the head's type has no workers, any other as many as the cluster may have.
+                workers = node_type.get("max_workers", 0 if name == head else content.get("max_workers", 0))
+                count = int(workers) + (name == head)
                 nodes += [dict(node_type["resources"])] * count
         except OSError as error:
             raise ConfigError(f"cannot read cluster file {path}: {error.strerror}") from error

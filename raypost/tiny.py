@@ -42,6 +42,12 @@ log = logging.getLogger(__name__)
 REVISION = 1
 """Raised when the same recipe makes another model, so that cached ones are not taken for it."""
 
+DATASET = "chain_sum"
+"""The only reasoning-gym dataset that the model's vocabulary can read."""
+
+MAX_POSITIONS = 256
+"""Longest prompt and response together, tokens."""
+
 PAD, EOS, UNKNOWN = "<pad>", "<eos>", "<unk>"
 
 _PIECES = re.compile(r"\d|\D+")
@@ -138,7 +144,7 @@ def build_tokenizer(recipe: TinyRecipe) -> PreTrainedTokenizerFast:
 def problems(recipe: TinyRecipe, seed: int) -> Iterator[dict[str, Any]]:
     """Sums of one-digit numbers for ever, none of them held out."""
     params = {"min_terms": recipe.terms, "max_terms": recipe.terms, "min_digits": 1, "max_digits": 1}
-    source = SourceConfig(kind="reasoning_gym", dataset="chain_sum", params=params, size=10**9)
+    source = SourceConfig(kind="reasoning_gym", dataset=DATASET, params=params, size=10**9)
     dataset = gym_dataset(source, seed, part=2)
     for index in range(source.size):
         entry = dataset[index]
@@ -203,7 +209,7 @@ def _new_model(recipe: TinyRecipe, tokenizer: PreTrainedTokenizerFast) -> LlamaF
         num_hidden_layers=recipe.num_layers,
         num_attention_heads=recipe.num_heads,
         num_key_value_heads=recipe.num_heads,
-        max_position_embeddings=256,
+        max_position_embeddings=MAX_POSITIONS,
         tie_word_embeddings=False,
         pad_token_id=tokenizer.pad_token_id,
         eos_token_id=tokenizer.eos_token_id,

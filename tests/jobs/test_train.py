@@ -206,6 +206,18 @@ def test_stopped_job_saves_and_the_same_command_continues(
     assert f"continuing after step {stopped['steps']}" in second.output()
 
 
+def test_job_stopped_while_it_starts_ends_soon_and_leaves_nothing(
+    private_cluster: PrivateCluster, folder: Path
+) -> None:
+    job = Job(private_cluster, folder, "early", "train.num_steps=3")
+    end = time.monotonic() + DEADLINE_S
+    while "preparing model" not in job.output() and time.monotonic() < end:
+        time.sleep(0.1)
+    job.process.send_signal(signal.SIGTERM)
+    assert job.wait() == 0, job.output()
+    assert "stopped before training began" in job.output()
+
+
 def test_refused_configuration_starts_and_writes_nothing(
     private_cluster: PrivateCluster, folder: Path
 ) -> None:

@@ -126,6 +126,14 @@ BAD: dict[str, tuple[Callable[[Path], Config], list[str]]] = {
         ["tensor_parallel_size is 2", "device is cpu", "use 1"],
     ),
     "unknown dataset": (dataset("chain_sums"), ["'default'", "'chain_sums'", "did you mean chain_sum"]),
+    "text the tiny model cannot read": (
+        dataset("spell_backward"),
+        ["'tiny'", "chain_sum", "'spell_backward'", "another model"],
+    ),
+    "tiny model too short": (
+        lambda p: config_of(p, tasks__0__max_tokens=400),
+        ["is 464", "256 positions", "lower max_tokens"],
+    ),
     "unknown parameter": (dataset("chain_sum", max_term=3), ["max_term", "it has", "max_terms"]),
     "impossible parameter": (
         dataset("chain_sum", min_terms=5, max_terms=2),
