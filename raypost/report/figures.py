@@ -110,8 +110,10 @@ def _held_out(ax: Axes, record: RunRecord) -> None:
     steps, scores = zip(*held_out_scores(record), strict=True)
     ax.plot(steps, scores, color=GREEN, lw=2, marker="o", ms=5, mec="white", mew=1, clip_on=False, zorder=3)
     for n in sorted({0, len(steps) - 1}):
+        # The first beside its point, clear of the axis' own numbers.
+        offset, align = ((0, 8), "center") if n else ((10, -3), "left")
         ax.annotate(
-            f"{scores[n]:.2f}", (steps[n], scores[n]), (0, 8), textcoords="offset points", ha="center",
+            f"{scores[n]:.2f}", (steps[n], scores[n]), offset, textcoords="offset points", ha=align,
             color=GREEN, weight="bold",
         )  # fmt: skip
     _frame(ax, "Held-out score", steps[-1], np.asarray(scores))
