@@ -8,6 +8,7 @@ Imports vLLM, which reads the environment: import this module only after the env
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -33,6 +34,9 @@ from raypost.weights import Bytes, Manifest
 
 if TYPE_CHECKING:
     from actors.rollout_worker import EngineConfig
+
+REAP_TIMEOUT_S = 5.0
+"""For a killed process to disappear."""
 
 __all__ = ["Engine", "EngineDeadError"]
 
@@ -159,7 +163,10 @@ class Engine:
 
     def shutdown(self) -> None:
         """End the engine's processes, without the seconds a graceful end takes: they hold nothing to save."""
+        children = multiprocessing.active_children()
         self._llm.shutdown(timeout=0.0)
+        for child in children:
+            child.join(REAP_TIMEOUT_S)
 
 
 @contextmanager

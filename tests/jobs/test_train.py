@@ -18,7 +18,7 @@ import pytest
 from jobs.private_cluster import PrivateCluster
 
 ROOT = Path(__file__).resolve().parents[2]
-DEADLINE_S = 240
+DEADLINE_S = 400
 SMALL = [
     "model.options.steps=60",
     "eval.num_prompts=16",
@@ -27,7 +27,7 @@ SMALL = [
     "rollout.kv_cache_gb=0.25",
 ]
 
-pytestmark = pytest.mark.timeout(600)
+pytestmark = pytest.mark.timeout(900)
 
 
 class Job:
