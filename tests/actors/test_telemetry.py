@@ -124,14 +124,14 @@ def test_a_run_is_recorded_and_its_report_returned(config: Config) -> None:
 @pytest.mark.usefixtures("cluster")
 def test_a_slow_actor_delays_nobody_and_none_of_its_spans_is_lost_or_written_twice(config: Config) -> None:
     slow, fast = source("slow"), source("fast")
-    get(slow.set_delay.remote(1.5))
+    get(slow.set_delay.remote(5.0))
     get(slow.add.remote(5))
     telemetry = make(config, {"slow": slow, "fast": fast}, deadline_s=0.2)
     get(fast.add.remote(3))
     start = time.monotonic()
     get(telemetry.log.remote(1, {"loss": 0.1}))
-    assert time.monotonic() - start < 1.0
-    deadline = time.monotonic() + 20
+    assert time.monotonic() - start < 4.0
+    deadline = time.monotonic() + 60
     while len(recorded_spans(config)) < 8 and time.monotonic() < deadline:
         time.sleep(0.1)
     get(slow.set_delay.remote(0.0))
