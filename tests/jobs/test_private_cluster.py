@@ -30,7 +30,9 @@ print(json.dumps({"address": address, "raylet": raylet, **ray.cluster_resources(
 
 # Starts a cluster and then waits to be ended; prints its folder and the pids.
 HOLDER = """
-import sys, time
+import signal, sys, time
+# A shell that starts tests in the background makes them, and what they start, ignore SIGINT.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 from jobs.private_cluster import PrivateCluster
 with PrivateCluster(num_cpus=1, object_store_memory=2**27, extra_env={"HELD": sys.argv[1]}) as cluster:
     print(cluster.logs_dir.parents[2], *cluster.pids, flush=True)
