@@ -118,7 +118,7 @@ def test_temp_dir_too_long_for_sockets_is_refused(tmp_path: Path) -> None:
 def test_cluster_ends_with_its_owner(ending: signal.Signals) -> None:
     owner, folder, pids = hold(str(ending))
     owner.send_signal(ending)
-    owner.wait(30)
+    ends(owner)
     processes = [psutil.Process(pid) for pid in pids if psutil.pid_exists(pid)]
     _, left = psutil.wait_procs(processes, timeout=15)
     for process in left:
@@ -138,7 +138,7 @@ def test_interrupt_while_starting_leaves_nothing(delay_s: float) -> None:
         time.sleep(0.02)
     time.sleep(delay_s)
     owner.send_signal(signal.SIGINT)
-    assert owner.wait(40) != 0
+    assert ends(owner) != 0
     assert [p for p in psutil.process_iter() if held(p) == mark] == []
 
 
@@ -156,6 +156,15 @@ def hold(mark: str) -> tuple[subprocess.Popen[str], Path, list[int]]:
         raise AssertionError(f"the owner's cluster did not start:\n{first}{owner.communicate(timeout=30)[0]}")
     folder, *pids = first.split()
     return owner, Path(folder), [int(pid) for pid in pids]
+
+
+def ends(owner: subprocess.Popen[str] | subprocess.Popen[bytes]) -> int:
+    """Exit code of an owner that was told to end; one that does not is killed, and its cluster ends with it."""
+    try:
+        return owner.wait(40)
+    except subprocess.TimeoutExpired:
+        owner.kill()
+        raise
 
 
 def heads_of(pid: int) -> list[psutil.Process]:
