@@ -118,7 +118,10 @@ class Roles:
         await self.telemetry.log(step, record)
 
     async def finish(self, status: str, error: str | None) -> None:
-        """Write the report and show its figures, whatever state the roles are in."""
+        """Stop waiting for production, write the report and show it, whatever state the roles are in."""
+        if self.production is not None:
+            self.production.cancel()
+            await asyncio.gather(self.production, return_exceptions=True)
         counts: GroupCounts | None = None
         try:
             counts = await self.producer.counts()
