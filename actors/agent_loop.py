@@ -9,9 +9,10 @@ from __future__ import annotations
 from actors.remote import RemotePool
 from raypost.agent_loop.single_turn import SingleTurnAgentLoop
 from raypost.config import Config
+from raypost.packed import PackedGroups, pack_groups, unpack_groups
 from raypost.protocols import Generator, Judge
 from raypost.tokenizer import Tokenizer
-from raypost.types import Group, PackedGroups, pack_groups, unpack_groups
+from raypost.types import Group
 
 MARGIN_S = 30.0
 """On top of the pool's own deadline for a request, so that the pool, which knows the worker, reports first."""

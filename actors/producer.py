@@ -18,12 +18,13 @@ from raypost.config import Config
 from raypost.datasets import build_source, render
 from raypost.ledger import Ledger
 from raypost.metrics import SpanLog
+from raypost.packed import PackedGroups
 from raypost.producer import Producer, TaskRuntime
 from raypost.protocols import AgentLoop, Buffer, RolloutControl, TakeStatus
 from raypost.sampler import Sampler
 from raypost.strategy import build_strategy
 from raypost.tokenizer import Tokenizer
-from raypost.types import GroupCounts, PackedGroups, Span
+from raypost.types import GroupCounts, Span
 
 log = logging.getLogger(__name__)
 

@@ -29,7 +29,8 @@ from ray.actor import ActorHandle
 from raypost.config import Config
 from raypost.errors import RaypostError, WaitTimeoutError
 from raypost.metrics import CHECKPOINT, SYNC, TRAIN, SpanLog
-from raypost.types import FloatArray, IntArray, PackedGroups, Span
+from raypost.packed import PackedGroups
+from raypost.types import FloatArray, IntArray, Span
 from raypost.weights import Manifest, pack
 
 if TYPE_CHECKING:

@@ -12,19 +12,17 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, get_args
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import Field, ValidationError, model_validator
 from pydantic_core import ErrorDetails
 
 from raypost.errors import ConfigError
+from raypost.task_config import ConfigModel, TaskConfig
 
 Device = Literal["cpu", "cuda"]
+PauseMode = Literal["abort", "keep", "wait"]
 
 
-class _Model(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True, allow_inf_nan=False)
-
-
-class ModelConfig(_Model):
+class ModelConfig(ConfigModel):
     """Which language model is trained."""
 
     name: str
@@ -38,97 +36,7 @@ class ModelConfig(_Model):
     """Options of the model that raypost makes (`tiny`): its size, its warm-up."""
 
 
-class SourceConfig(_Model):
-    """Where prompts come from."""
-
-    kind: Literal["reasoning_gym", "jsonl"]
-    dataset: str
-    """Name of the reasoning-gym dataset, or path of a JSONL file ({"prompt": ..., "answer": ...} a line)."""
-    params: dict[str, Any] = Field(default_factory=dict)
-    """Parameters of the reasoning-gym dataset."""
-    size: Annotated[int, Field(ge=1)] = 100_000
-    """Problems in one epoch; later epochs repeat them in another order."""
-
-
-class StrategyConfig(_Model):
-    """How groups are scheduled. `sync` is `async` with max_staleness 0 and nothing sampled ahead."""
-
-    kind: Literal["async", "sync"] = "async"
-    max_staleness: Annotated[int, Field(ge=0)] = 1
-    """Sync periods, beyond the current one, that trained data may be old; 0: on-policy up to the interval."""
-    over_sample_threshold: Annotated[float, Field(ge=0)] = 0.0
-    """Groups started beyond a batch, as a fraction of it."""
-    enable_partial_rollout: bool = True
-    """Continue an interrupted trajectory from its tokens after a sync; otherwise it starts again."""
-    tail_batch_trigger_size: Annotated[int, Field(ge=-1)] = -1
-    """-1: an expired group is dropped. 0: it is generated again at once. N: N of them are collected first."""
-    drop_uniform_rewards: bool = False
-    """Filter groups whose rewards are all equal: they carry no group-relative advantage (DAPO)."""
-
-
-class JudgeConfig(_Model):
-    """How a response is scored."""
-
-    kind: Literal["reasoning_gym", "exact"] = "reasoning_gym"
-    """reasoning-gym's own scorer, or equality with the answer after stripping spaces."""
-    answer_pattern: str | None = None
-    """Regular expression whose last match's first group is the answer; the whole response when absent."""
-
-    @model_validator(mode="after")
-    def _pattern_compiles(self) -> JudgeConfig:
-        if self.answer_pattern is not None:
-            try:
-                groups = re.compile(self.answer_pattern).groups
-            except re.error as error:
-                raise ValueError(
-                    f"answer_pattern {self.answer_pattern!r} is no regular expression: {error}"
-                ) from None
-            if groups < 1:
-                raise ValueError(
-                    f"answer_pattern {self.answer_pattern!r} needs a group: put the answer in (...)"
-                )
-        return self
-
-
-class TaskConfig(_Model):
-    """One weighted source of prompts with its own agent loop, judge and strategy."""
-
-    name: str = "default"
-    weight: Annotated[float, Field(ge=0)] = 1.0
-    """Share of each batch, relative to the other tasks'."""
-    source: SourceConfig
-    judge: JudgeConfig = JudgeConfig()
-    strategy: StrategyConfig = StrategyConfig()
-    prompt_template: str = "{question}"
-    """Text of a prompt; `{question}` is replaced."""
-    chat: bool = False
-    """Wrap the prompt in the tokenizer's chat template as one user message."""
-    group_size: Annotated[int, Field(ge=1)] = 8
-    """Trajectories a prompt."""
-    max_prompt_tokens: Annotated[int, Field(ge=1)] = 64
-    """A longer prompt is an error: it is never cut."""
-    max_tokens: Annotated[int, Field(ge=1)] = 64
-    """Tokens a response."""
-    temperature: Annotated[float, Field(gt=0)] = 1.0
-    top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
-    top_k: Annotated[int, Field(ge=0)] = 0
-    """0 means all tokens."""
-
-    @model_validator(mode="after")
-    def _prompt_and_judge_fit(self) -> TaskConfig:
-        if "{question}" not in self.prompt_template:
-            raise ValueError(
-                f"prompt_template {self.prompt_template!r} lacks {{question}}: no prompt would differ"
-            )
-        if self.judge.kind == "reasoning_gym" and self.source.kind != "reasoning_gym":
-            raise ValueError(
-                f"judge.kind is 'reasoning_gym', but source.kind is {self.source.kind!r}, which has no "
-                "scorer: set judge.kind to 'exact'"
-            )
-        return self
-
-
-class RolloutConfig(_Model):
+class RolloutConfig(ConfigModel):
     """The rollout pool and its engines."""
 
     num_workers: Annotated[int, Field(ge=1)] = 1
@@ -161,7 +69,7 @@ class RolloutConfig(_Model):
     """Judge actors."""
 
 
-class TrainConfig(_Model):
+class TrainConfig(ConfigModel):
     """The trainer group and the optimisation."""
 
     num_steps: Annotated[int, Field(ge=1)]
@@ -201,11 +109,15 @@ class TrainConfig(_Model):
     """Longest time a train step, a publication of weights or a checkpoint may take."""
 
 
-class SyncConfig(_Model):
+class SyncConfig(ConfigModel):
     """When weights reach the engines, and how what arrived is checked."""
 
     sync_weights_interval: Annotated[int, Field(ge=1)] = 1
     """Train steps between weight syncs."""
+    pause_mode: PauseMode = "abort"
+    """What a sync does to generation. abort: partial trajectories come back and continue later. keep: requests
+    freeze in the engine and go on with the new weights. wait: requests run to their end first. A sync with a
+    checkpoint or an evaluation aborts instead of keeping."""
     timeout_s: Annotated[float, Field(gt=0)] = 300
     """Longest time all workers may take to load and acknowledge one version."""
     canary_tolerance: Annotated[float, Field(gt=0)] | None = 1e-2
@@ -213,7 +125,23 @@ class SyncConfig(_Model):
     to about 0.3. null: no canary."""
 
 
-class EvalConfig(_Model):
+class BufferConfig(ConfigModel):
+    """The replay buffer."""
+
+    order: Literal["stalest_first", "fifo"] = "stalest_first"
+    """Which COMPLETED groups a batch takes first."""
+    max_groups: Annotated[int, Field(ge=1)] | None = None
+    """High-water mark: with so many groups stored, production starts only what the next batch lacks; null: no
+    bound in groups."""
+    max_gb: Annotated[float, Field(gt=0)] = 4.0
+    """The same in GiB of token arrays."""
+    low_water: Annotated[float, Field(gt=0, lt=1)] = 0.8
+    """Fraction of the high-water mark at which production is free again."""
+    journal: bool = True
+    """Write what is stored to the run folder as well, so that a buffer that dies loses nothing."""
+
+
+class EvalConfig(ConfigModel):
     """Held-out evaluation."""
 
     num_prompts: Annotated[int, Field(ge=0)] = 128
@@ -227,7 +155,7 @@ class EvalConfig(_Model):
     timeout_s: Annotated[float, Field(gt=0)] = 600
 
 
-class CheckpointConfig(_Model):
+class CheckpointConfig(ConfigModel):
     """When the whole run is saved."""
 
     interval: Annotated[int, Field(ge=0)] = 0
@@ -236,7 +164,7 @@ class CheckpointConfig(_Model):
     """Checkpoints kept; older ones are removed."""
 
 
-class Config(_Model):
+class Config(ConfigModel):
     """One run."""
 
     name: str = "run"
@@ -250,6 +178,9 @@ class Config(_Model):
     tasks: Annotated[tuple[TaskConfig, ...], Field(min_length=1)]
     rollout: RolloutConfig = RolloutConfig()
     train: TrainConfig
+    task_weights: str | None = None
+    """`module:function` of (step, weights by task) that returns the weights of that step's batch by task."""
+    buffer: BufferConfig = BufferConfig()
     sync: SyncConfig = SyncConfig()
     eval: EvalConfig = EvalConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()

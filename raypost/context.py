@@ -21,11 +21,12 @@ from typing import Any, TypeVar
 from raypost.config import TaskConfig
 from raypost.errors import CheckpointError, ProductionError
 from raypost.ledger import Ledger
+from raypost.packed import pack_groups, unpack_groups
 from raypost.progress import ProduceProgress, allocate
 from raypost.protocols import AgentLoop, Buffer
 from raypost.sampler import Sampler
 from raypost.strategy import AsyncProduceStrategy, PendingGroup, PendingSet, SpawnPlan, uninterrupted
-from raypost.types import Group, GroupKey, ProduceBatchStatus, Status, pack_groups, unpack_groups
+from raypost.types import Group, GroupKey, ProduceBatchStatus, Status
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")

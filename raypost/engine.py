@@ -36,10 +36,11 @@ from raypost.corrections import truncated_weights
 from raypost.errors import CheckpointError, LedgerError
 from raypost.losses import policy_loss
 from raypost.metrics import REWARD_MEAN
+from raypost.packed import PackedGroups, unpack_groups
 from raypost.packing import MicroBatch, Sample, TrainBatch, micro_batches, plan_batch
 from raypost.policy import DTYPES, Policy, load_model
 from raypost.step_sums import StepSums
-from raypost.types import FloatArray, IntArray, PackedGroups, unpack_groups
+from raypost.types import FloatArray, IntArray
 from raypost.weights import Bytes
 
 log = logging.getLogger(__name__)

@@ -29,9 +29,10 @@ from typing import Any
 from raypost.context import ProduceContext, TaskRuntime
 from raypost.errors import ProductionError, WaitTimeoutError
 from raypost.ledger import Ledger
+from raypost.packed import PackedGroups
 from raypost.protocols import Buffer, RolloutControl, TakeStatus
 from raypost.take import Take, take_again, try_take
-from raypost.types import GroupCounts, PackedGroups, ProduceBatchStatus, Status
+from raypost.types import GroupCounts, ProduceBatchStatus, Status
 
 __all__ = ["Producer", "TaskRuntime"]
 

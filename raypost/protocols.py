@@ -4,9 +4,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+from raypost.config import PauseMode
+from raypost.packed import PackedGroups
 from raypost.types import (
     FloatArray,
     GenerateRequest,
@@ -14,7 +17,6 @@ from raypost.types import (
     Group,
     GroupKey,
     IntArray,
-    PackedGroups,
     RolloutState,
     Status,
     WeightReport,
@@ -53,8 +55,12 @@ class Judge(Protocol):
 class RolloutControl(Protocol):
     """What the producer needs of the rollout pool."""
 
-    async def pause(self) -> None:
-        """Abort: close the gate, then stop the engines. Idempotent; returns when no engine is generating."""
+    async def pause(self, mode: PauseMode = "abort") -> None:
+        """Close the gate, then stop the engines. Idempotent; returns when no engine is generating.
+
+        abort: open requests come back with their tokens. keep: they freeze in the engine until `resume`. wait:
+        they run to their end.
+        """
         ...
 
     async def resume(self, version: int) -> None:
@@ -118,29 +124,69 @@ class Lease:
 
 @dataclass(slots=True, frozen=True)
 class TaskLimits:
-    """How the buffer ages one task's groups: `stale_threshold` in train steps; `retry` keeps expired ones."""
+    """How the buffer ages one task's groups; both thresholds in train steps, None: never."""
 
-    stale_threshold: int
+    stale_threshold: int | None
+    token_stale_threshold: int | None = None
     retry: bool = False
+    """Keep an expired group, to be generated again."""
+    max_tries: int | None = None
+    """Interruptions of one trajectory after which its group is kept as EXPIRED, tokens and all."""
+
+
+@dataclass(slots=True, frozen=True)
+class BufferBounds:
+    """High-water marks of the buffer; `low_water` is the fraction of them at which it is no longer full."""
+
+    max_groups: int | None = None
+    max_bytes: int | None = None
+    low_water: float = 0.8
+
+
+@dataclass(slots=True, kw_only=True, frozen=True)
+class BufferCounts:
+    """What the buffer holds now, by task and status. Every task is in both."""
+
+    groups: dict[str, dict[Status, int]]
+    """Leased groups count as ARCHIVED until acknowledged; popped ones are not here but in flight."""
+    nbytes: dict[str, dict[Status, int]]
+    """Bytes of token arrays that they pin; popped groups count as INIT here, since they still pin theirs."""
+    is_full: bool = False
+    """Above a high-water mark, and since then not yet below the low-water mark."""
 
 
 class Buffer(Protocol):
     """Groups by (task, status), owned by whoever implements this. Every method is idempotent."""
 
-    async def put(self, packed: PackedGroups, train_step: int) -> PutResult:
-        """Store ONE group (packed alone), aged at `train_step`. A second put of the same key replaces it."""
+    async def put(self, packed: PackedGroups, train_step: int) -> list[PutResult]:
+        """Store groups, aged at `train_step`; one result each, in order. A key that is known is replaced and
+        keeps its place in the order; one that is leased or trained changes nothing. FAILED and FILTERED groups
+        are not stored, and a popped group put as one of these is gone."""
         ...
 
     async def refresh(self, train_step: int) -> list[ExpiredGroup]:
         """Age everything again at `train_step`; returns what newly expired."""
         ...
 
-    async def pop(self, task: str, status: Status) -> PackedGroups | None:
-        """Remove and return the first group of that task and status (stalest first), or None."""
+    async def pop(self, task: str, sources: Sequence[Status], limit: int, claim: int) -> PackedGroups | None:
+        """Hand out up to `limit` groups to be continued: all of the first status, then the next; the buffer's
+        order within. They stay journaled until they are put again or dropped. None if there are none.
+
+        `claim` grows with every new request; the last one asked again gives the same groups.
+        """
+        ...
+
+    async def drop(self, keys: Sequence[GroupKey]) -> None:
+        """Forget popped groups that ended untrained. Unknown keys are ignored."""
+        ...
+
+    async def reclaim(self) -> tuple[GroupKey, ...]:
+        """Take back all popped groups as they were: whoever held them is gone. Returns their keys."""
         ...
 
     async def lease(self, step: int, per_task: dict[str, int]) -> Lease | None:
-        """Lease exactly that many COMPLETED groups a task, stalest first, or None and change nothing.
+        """Lease exactly that many COMPLETED groups a task in the buffer's order, or None and change nothing.
+        Tokens at or above the task's token threshold are masked in the batch alone.
 
         Asked again for a step whose lease is open, it returns the same lease.
         """
@@ -150,8 +196,8 @@ class Buffer(Protocol):
         """End all leases up to `step`: these groups are trained. Returns their keys; () when repeated."""
         ...
 
-    async def counts(self) -> dict[str, dict[Status, int]]:
-        """Groups by task and status; leased ones count as ARCHIVED until acknowledged."""
+    async def counts(self) -> BufferCounts:
+        """Groups and bytes by task and status, and whether the buffer is full."""
         ...
 
     async def state_dict(self) -> dict[str, Any]:

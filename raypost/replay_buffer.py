@@ -21,9 +21,10 @@ import numpy as np
 
 from raypost.errors import CheckpointError, ConfigError, LedgerError
 from raypost.ledger import OrdinalSet
+from raypost.packed import PackedGroups, pack_groups, unpack_groups
 from raypost.protocols import ExpiredGroup, Lease, PutResult, TaskLimits
 from raypost.staleness import is_expired, oldest_version, staleness_of
-from raypost.types import Group, GroupKey, PackedGroups, SampleParams, Status, pack_groups, unpack_groups
+from raypost.types import Group, GroupKey, SampleParams, Status
 
 
 @dataclass(slots=True)

@@ -13,8 +13,9 @@ from __future__ import annotations
 
 from raypost.context import ProduceContext
 from raypost.errors import ProductionError
+from raypost.packed import PackedGroups
 from raypost.protocols import Lease, TakeStatus
-from raypost.types import PackedGroups, ProduceBatchStatus, Status
+from raypost.types import ProduceBatchStatus, Status
 
 Take = tuple[TakeStatus, PackedGroups | None]
 

@@ -25,7 +25,8 @@ from actors.placement import spawn
 from actors.trainer import CONCURRENCY_GROUPS, TrainerGroup, TrainerWorker
 from raypost.config import Config, parse_config
 from raypost.errors import CheckpointError, LedgerError, WaitTimeoutError
-from raypost.types import Group, PackedGroups, RolloutState, SampleParams, Status, pack_groups
+from raypost.packed import PackedGroups, pack_groups
+from raypost.types import Group, RolloutState, SampleParams, Status
 from raypost.weights import verify, views
 
 pytestmark = [pytest.mark.usefixtures("local_ray"), pytest.mark.timeout(300)]

@@ -7,7 +7,8 @@ import pytest
 
 from raypost.checkpoint import MANIFEST, CheckpointDir
 from raypost.errors import CheckpointError
-from raypost.types import Group, RolloutState, SampleParams, Status, pack_groups
+from raypost.packed import pack_groups
+from raypost.types import Group, RolloutState, SampleParams, Status
 
 OURS = {"config": "abc", "seed": 3}
 

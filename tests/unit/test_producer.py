@@ -9,7 +9,8 @@ import asyncio
 import pytest
 
 from raypost.errors import ProductionError, WaitTimeoutError
-from raypost.types import ProduceBatchStatus, Status, unpack_groups
+from raypost.packed import unpack_groups
+from raypost.types import ProduceBatchStatus, Status
 from tests.unit.production import (
     World,
     fate,

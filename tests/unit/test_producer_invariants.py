@@ -17,8 +17,9 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from raypost.errors import LedgerError
 from raypost.ledger import Ledger
+from raypost.packed import PackedGroups, unpack_groups
 from raypost.protocols import TakeStatus
-from raypost.types import Group, GroupKey, PackedGroups, Status, unpack_groups
+from raypost.types import Group, GroupKey, Status
 from tests.unit.production import Pool, VirtualClockLoop, World, task_config
 
 FATES = ("ok", "ok", "ok", "ok", "uniform", "failed", "died", "hang", "stubborn")

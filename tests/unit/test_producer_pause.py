@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 
 from raypost.errors import CheckpointError, LedgerError, ProductionError, StaleWeightsError, WaitTimeoutError
-from raypost.types import Group, ProduceBatchStatus, pack_groups
+from raypost.packed import pack_groups
+from raypost.types import Group, ProduceBatchStatus
 from tests.unit.production import (
     Pool,
     World,

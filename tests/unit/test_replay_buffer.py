@@ -12,9 +12,10 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from raypost.errors import CheckpointError, ConfigError, LedgerError
+from raypost.packed import PackedGroups, pack_groups, unpack_groups
 from raypost.protocols import TaskLimits
 from raypost.replay_buffer import ReplayBuffer
-from raypost.types import Group, GroupKey, PackedGroups, Status, pack_groups, unpack_groups
+from raypost.types import Group, GroupKey, Status
 from tests.unit.production import group
 
 Popped = PackedGroups | None
