@@ -6,11 +6,17 @@ worker. A worker that dies is restarted by Ray and its groups are dispatched aga
 
 from __future__ import annotations
 
-from actors.remote import RemotePool
+import functools
+
+from actors.remote import ACTOR_ERRORS, CallBatches, RemotePool
+from raypost.agent_loop.environment import EnvironmentAgentLoop
 from raypost.agent_loop.single_turn import SingleTurnAgentLoop
-from raypost.config import Config
+from raypost.config import Config, RolloutConfig
+from raypost.imports import load_function
 from raypost.packed import PackedGroups, pack_groups, unpack_groups
+from raypost.pause import PauseDeadlines
 from raypost.protocols import Generator, Judge
+from raypost.task_config import TaskConfig
 from raypost.tokenizer import Tokenizer
 from raypost.types import Group
 
@@ -18,24 +24,17 @@ MARGIN_S = 30.0
 """On top of the pool's own deadline for a request, so that the pool, which knows the worker, reports first."""
 
 
-class AgentLoopWorker:
+class AgentLoopWorker(CallBatches):
     """Hosts one agent loop a task."""
 
     def __init__(
         self, name: str, config: Config, model_path: str, generator: Generator, judge: Judge
     ) -> None:
+        super().__init__()
         self._name = name
         tokenizer = Tokenizer.load(model_path)
         self._loops = {
-            task.name: SingleTurnAgentLoop(
-                generator,
-                judge,
-                tokenizer.decode,
-                enable_partial_rollout=task.strategy.enable_partial_rollout,
-                request_timeout_s=config.rollout.request_timeout_s + MARGIN_S,
-                judge_grace_s=config.rollout.pause_timeout_s / 4,
-            )
-            for task in config.tasks
+            task.name: _build(task, config.rollout, tokenizer, generator, judge) for task in config.tasks
         }
 
     def __repr__(self) -> str:
@@ -50,6 +49,38 @@ class AgentLoopWorker:
         """Stop judging within its grace period; what was generated comes back ABORTED."""
         for loop in self._loops.values():
             await loop.interrupt()
+
+
+def _build(
+    task: TaskConfig, rollout: RolloutConfig, tokenizer: Tokenizer, generator: Generator, judge: Judge
+) -> SingleTurnAgentLoop | EnvironmentAgentLoop:
+    grace_s = PauseDeadlines(rollout.pause_timeout_s).judge_grace_s
+    request_timeout_s = rollout.request_timeout_s + MARGIN_S
+    if task.agent_loop.kind == "single_turn":
+        return SingleTurnAgentLoop(
+            generator,
+            judge,
+            tokenizer.decode,
+            enable_partial_rollout=task.strategy.enable_partial_rollout,
+            request_timeout_s=request_timeout_s,
+            judge_grace_s=grace_s,
+        )
+    options = task.agent_loop
+    assert options.environment is not None, "the configuration was validated"
+    make = load_function(options.environment, f"task {task.name!r}: agent_loop.environment")
+    return EnvironmentAgentLoop(
+        generator,
+        functools.partial(make, **options.params),
+        functools.partial(tokenizer.encode, add_special_tokens=False),
+        tokenizer.decode,
+        max_turns=options.max_turns,
+        max_turn_tokens=options.max_turn_tokens,
+        enable_partial_rollout=task.strategy.enable_partial_rollout,
+        request_timeout_s=request_timeout_s,
+        step_timeout_s=options.step_timeout_s,
+        step_grace_s=grace_s,
+        retryable=ACTOR_ERRORS,
+    )
 
 
 class AgentLoopPool:

@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import asyncio
 
-from raypost.config import Config, TaskConfig
+from raypost.config import Config
 from raypost.datasets import held_out, render
 from raypost.metrics import SpanLog
 from raypost.protocols import AgentLoop, RolloutControl
+from raypost.task_config import TaskConfig
 from raypost.tokenizer import Tokenizer
-from raypost.types import Group, RolloutState, SampleParams, Span, Status
+from raypost.types import EVALUATION_PRIORITY, Group, RolloutState, SampleParams, Span, Status
 
 TRIES = 5
 """How often a group is run again after the pool was interrupted under it."""
@@ -50,6 +51,7 @@ class Evaluator:
                     prompt_ids=render(prompt, self._tokenizer, task),
                     sample_params=params,
                     metadata=prompt.metadata,
+                    priority=EVALUATION_PRIORITY,
                 )
                 for i in range(self._config.eval.samples)
             ]

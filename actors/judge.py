@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from raypost.config import TaskConfig
+from actors.remote import CallBatches
 from raypost.judges import build_judge
+from raypost.task_config import TaskConfig
 from raypost.types import RolloutState
 
 
-class JudgeWorker:
+class JudgeWorker(CallBatches):
     """Scores responses of any task."""
 
     def __init__(self, name: str, tasks: tuple[TaskConfig, ...]) -> None:
+        super().__init__()
         self._name = name
         self._judges = {task.name: build_judge(task) for task in tasks}
 

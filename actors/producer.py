@@ -6,6 +6,7 @@ on unopened. `save` and `load` write and read the checkpoint here, so that nothi
 
 from __future__ import annotations
 
+import asyncio
 import functools
 import logging
 from pathlib import Path
@@ -14,9 +15,10 @@ import ray
 
 from actors.remote import ACTOR_ERRORS
 from raypost.checkpoint import CheckpointDir
-from raypost.config import Config
+from raypost.config import Config, PauseMode
 from raypost.datasets import build_source, render
-from raypost.ledger import Ledger
+from raypost.imports import load_function
+from raypost.ledger import LEDGER_FILE, Ledger
 from raypost.metrics import SpanLog
 from raypost.packed import PackedGroups
 from raypost.producer import Producer, TaskRuntime
@@ -39,7 +41,7 @@ class ProducerActor:
     ) -> None:
         self._spans = SpanLog("producer")
         tokenizer = Tokenizer.load(model_path)
-        tasks = []
+        tasks: list[TaskRuntime] = []
         for task in config.tasks:
             sampler = Sampler(
                 task,
@@ -50,14 +52,17 @@ class ProducerActor:
             )
             strategy = build_strategy(task.strategy, config.sync.sync_weights_interval)
             tasks.append(TaskRuntime(task, sampler, agent_loop, strategy))
+        self._samplers = [task.sampler for task in tasks]
         self._producer = Producer(
             tasks,
             buffer,
             control,
-            Ledger(config.run_dir / "ledger.jsonl"),
+            Ledger(config.run_dir / LEDGER_FILE),
             batch_size=config.train.batch_size,
             pause_timeout_s=config.rollout.pause_timeout_s,
+            pause_mode=config.sync.pause_mode,
             take_timeout_s=config.take_timeout_s,
+            weights=load_function(config.task_weights, "task_weights") if config.task_weights else None,
             retryable=ACTOR_ERRORS,
         )
 
@@ -77,13 +82,16 @@ class ProducerActor:
         """The batch of `step` is trained."""
         await self._producer.acknowledge(step)
 
-    async def pause(self) -> float:
-        """Stop production, drain what is pending into the buffer. Seconds it took."""
+    async def pause(self, mode: PauseMode) -> float:
+        """Stop production as `mode` says. Seconds it took."""
         with self._spans.span("pause"):
-            return await self._producer.pause()
+            return await self._producer.pause(mode)
 
     async def resume(self, version: int) -> None:
         """Produce with `version`."""
+        for sampler in self._samplers:
+            # Processes that read ahead take seconds to start, which must not hold up this actor's other calls.
+            await asyncio.to_thread(sampler.start)
         await self._producer.resume(version)
 
     async def counts(self) -> GroupCounts:

@@ -3,6 +3,11 @@
 `Remote(name)` turns `await remote.method(...)` into an actor call; `RemotePool` sends each call to its
 least loaded member and dispatches it again when that member died. Every call has a deadline; one that
 passes it raises WaitTimeoutError naming the actor and the method.
+
+A call costs its two processes a millisecond of computing, whatever it carries. So methods that are called many
+times at once (`many`) go in batches: what is called in one turn of the event loop travels together, and what ends
+in one turn comes back together (`CallBatches`, on the other side). Every call still ends by itself: it waits for no
+other, fails alone, and is cancelled alone.
 """
 
 from __future__ import annotations
@@ -10,30 +15,232 @@ from __future__ import annotations
 import asyncio
 import functools
 import logging
-from collections.abc import Awaitable, Callable, Coroutine
+import pickle
+import time
+import traceback
+import uuid
+from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 import ray
 from ray.actor import ActorHandle
-from ray.exceptions import RayActorError
+from ray.exceptions import RayActorError, RayTaskError
 
-from raypost.errors import WaitTimeoutError
+from raypost.errors import RaypostError, WaitTimeoutError
 
 T = TypeVar("T")
 log = logging.getLogger(__name__)
 
 ACTOR_ERRORS = (RayActorError,)
 """What a caller sees when the actor behind a handle died or is restarting; the call may have run."""
+FORGOTTEN_S = 300.0
+"""A batch whose answers nobody asked for so long has lost its caller."""
 
 
 async def within(awaitable: Awaitable[T], timeout_s: float, waiting_for: str) -> T:
     """Await with a deadline. Raises WaitTimeoutError that says what was waited for."""
     try:
-        return await asyncio.wait_for(awaitable, timeout_s)
+        async with asyncio.timeout(timeout_s) as deadline:
+            return await awaitable
     except TimeoutError as error:
-        if isinstance(error, WaitTimeoutError):
+        if not deadline.expired():
             raise
         raise WaitTimeoutError(f"waited {timeout_s:.0f} s for {waiting_for}") from error
+
+
+# ---------------------------------------------------------------- many calls at a time
+
+Answers = tuple[list[tuple[int, Any]], list[tuple[int, BaseException]]]
+"""(number, result) and (number, error) of calls that ended."""
+
+
+@dataclass(slots=True)
+class _Batch:
+    """Calls that came together, on the side that runs them."""
+
+    running: dict[int, asyncio.Task[Any]] = field(default_factory=dict)
+    results: list[tuple[int, Any]] = field(default_factory=list)
+    errors: list[tuple[int, BaseException]] = field(default_factory=list)
+    some: asyncio.Event = field(default_factory=asyncio.Event)
+    """Set while there are answers to give, or none will come any more."""
+    asking: int = 0
+    asked_s: float = 0.0
+
+    def ended(self, number: int, task: asyncio.Task[Any]) -> None:
+        """A call ended. One that was called off has left already."""
+        if self.running.pop(number, None) is None:
+            if not task.cancelled():
+                task.exception()  # nobody wants to know it, and asyncio is not to complain
+            return
+        if task.cancelled():
+            self.errors.append((number, asyncio.CancelledError()))
+        elif (error := task.exception()) is not None:
+            self.errors.append((number, portable(error)))
+        else:
+            self.results.append((number, task.result()))
+        self.some.set()
+
+    def call_off(self, number: int) -> None:
+        """Cancel a call; it gives no answer."""
+        task = self.running.pop(number, None)
+        if task is not None:
+            task.cancel()
+        if not self.running:
+            self.some.set()
+
+
+class CallBatches:
+    """What an actor class inherits so that its methods can be called many at a time."""
+
+    def __init__(self) -> None:
+        self._batches: dict[str, _Batch] = {}
+
+    async def call_many(self, ticket: str, method: str, calls: Sequence[tuple[Any, ...]]) -> Answers:
+        """Start `method(*args)` for every call; the answers of those that end first. `call_more` gives the rest."""
+        self._forget_orphans()
+        batch = self._batches[ticket] = _Batch()
+        for number, args in enumerate(calls):
+            task = asyncio.create_task(getattr(self, method)(*args), name=f"{method} {ticket}/{number}")
+            batch.running[number] = task
+            task.add_done_callback(functools.partial(batch.ended, number))
+        return await self._answers(ticket, batch)
+
+    async def call_more(self, ticket: str) -> Answers:
+        """What ended since the last answers, as soon as there is any. Raises RaypostError for an unknown batch."""
+        batch = self._batches.get(ticket)
+        if batch is None:
+            raise RaypostError(f"batch {ticket} is not known to {self!r}: all its answers were given")
+        return await self._answers(ticket, batch)
+
+    async def call_off(self, ticket: str, numbers: Sequence[int]) -> None:
+        """Cancel some calls of a batch. Those that ended are ignored."""
+        batch = self._batches.get(ticket)
+        if batch is None:
+            return
+        for number in numbers:
+            batch.call_off(number)
+        if not batch.running and not batch.asking:
+            del self._batches[ticket]
+
+    async def _answers(self, ticket: str, batch: _Batch) -> Answers:
+        batch.asking += 1
+        try:
+            await batch.some.wait()
+        finally:
+            batch.asking, batch.asked_s = batch.asking - 1, time.monotonic()
+        batch.some.clear()
+        results, batch.results = batch.results, []
+        errors, batch.errors = batch.errors, []
+        if not batch.running:
+            self._batches.pop(ticket, None)
+        return results, errors
+
+    def _forget_orphans(self) -> None:
+        """End batches whose caller is gone."""
+        oldest = time.monotonic() - FORGOTTEN_S
+        for ticket, batch in list(self._batches.items()):
+            if not batch.asking and batch.asked_s < oldest:
+                log.warning("%r ends batch %s, for which nobody asks any more", self, ticket)
+                del self._batches[ticket]
+                for number in list(batch.running):
+                    batch.call_off(number)
+
+
+def portable(error: BaseException) -> BaseException:
+    """The error with its traceback as a note; one of a general kind if it cannot travel."""
+    trace = "".join(traceback.format_exception(error))
+    if isinstance(error, RayTaskError):
+        error = error.cause
+    error.add_note(trace)
+    try:
+        pickle.loads(pickle.dumps(error))
+    except Exception as problem:  # foreign errors may refuse in any way
+        return RuntimeError(f"{error!r} (which cannot travel: {problem!r}): {trace}")
+    return error
+
+
+class ManyCalls:
+    """One method of one actor, called many times at once. The actor's class is a CallBatches."""
+
+    def __init__(self, handle: ActorHandle, method: str, batch_size: int) -> None:
+        """At most `batch_size` calls travel together."""
+        self._handle, self._method, self._batch_size = handle, method, batch_size
+        self._waiting: list[tuple[tuple[Any, ...], asyncio.Future[Any]]] = []
+        self._off: dict[str, list[int]] = {}
+        self._exchanges: set[asyncio.Task[None]] = set()
+
+    async def __call__(self, *args: Any) -> Any:
+        """The result. Raises what the call raised, and RayActorError if the actor died before it ended."""
+        loop = asyncio.get_running_loop()
+        if not self._waiting:
+            loop.call_soon(self._send)
+        future = loop.create_future()
+        self._waiting.append((args, future))
+        return await future
+
+    def _send(self) -> None:
+        waiting = [one for one in self._waiting if not one[1].done()]
+        self._waiting = []
+        for first in range(0, len(waiting), self._batch_size):
+            part = waiting[first : first + self._batch_size]
+            ticket = uuid.uuid4().hex
+            exchange = asyncio.create_task(self._exchange(ticket, part), name=f"{self._method} {ticket}")
+            self._exchanges.add(exchange)
+            exchange.add_done_callback(self._exchanges.discard)
+
+    async def _exchange(self, ticket: str, part: list[tuple[tuple[Any, ...], asyncio.Future[Any]]]) -> None:
+        open_calls = dict(enumerate(future for _, future in part))
+        for number, future in open_calls.items():
+            future.add_done_callback(functools.partial(self._cancelled, ticket, number))
+        try:
+            ref = self._handle.call_many.remote(ticket, self._method, [args for args, _ in part])
+            del part
+            while True:
+                results, errors = await ref
+                for number, result in results:
+                    _settle(open_calls.pop(number), result)
+                for number, error in errors:
+                    _fail(open_calls.pop(number), error)
+                if all(future.done() for future in open_calls.values()):
+                    return
+                ref = self._handle.call_more.remote(ticket)
+        # A boundary: whatever ends the exchange is what its calls raise.
+        except (Exception, asyncio.CancelledError) as error:
+            lost = [number for number, future in open_calls.items() if not future.done()]
+            for number in lost:
+                _fail(open_calls[number], error)
+            # It may be the answer that was lost, not the actor.
+            self._handle.call_off.remote(ticket, lost)
+
+    def _cancelled(self, ticket: str, number: int, future: asyncio.Future[Any]) -> None:
+        if not future.cancelled():
+            return
+        if not self._off:
+            asyncio.get_running_loop().call_soon(self._call_off)
+        self._off.setdefault(ticket, []).append(number)
+
+    def _call_off(self) -> None:
+        off, self._off = self._off, {}
+        for ticket, numbers in off.items():
+            self._handle.call_off.remote(ticket, numbers)
+
+
+def _settle(future: asyncio.Future[Any], result: Any) -> None:
+    if not future.done():
+        future.set_result(result)
+
+
+def _fail(future: asyncio.Future[Any], error: BaseException) -> None:
+    if future.done():
+        return
+    if isinstance(error, asyncio.CancelledError):
+        future.cancel()
+    else:
+        future.set_exception(error)
+
+
+# ---------------------------------------------------------------- an actor as a local object
 
 
 class Remote:
@@ -42,9 +249,14 @@ class Remote:
     It travels as a name, so an actor that was given one can be restarted whatever became of the giver.
     """
 
-    def __init__(self, name: str, timeout_s: float) -> None:
-        self._name, self._timeout_s = name, timeout_s
+    def __init__(
+        self, name: str, timeout_s: float, tries: int = 1, many: Mapping[str, int] | None = None
+    ) -> None:
+        """`tries` above 1 repeat a call whose actor died or restarts: its calls must be idempotent. `many` are the
+        methods whose calls travel together, with how many of them do so at most."""
+        self._name, self._timeout_s, self._tries, self._many = name, timeout_s, tries, dict(many or {})
         self._handle: ActorHandle | None = None
+        self._batched: dict[str, ManyCalls] = {}
 
     def __getattr__(self, method: str) -> Callable[..., Coroutine[Any, Any, Any]]:
         if method.startswith("_"):
@@ -52,27 +264,45 @@ class Remote:
         return functools.partial(self._call, method)
 
     async def _call(self, method: str, *args: Any, **kwargs: Any) -> Any:
+        for attempt in range(1, self._tries):
+            try:
+                return await self._call_once(method, *args, **kwargs)
+            except ACTOR_ERRORS as error:
+                log.warning("%s.%s is repeated: %s", self._name, method, type(error).__name__)
+                await asyncio.sleep(0.5 * attempt)
+        return await self._call_once(method, *args, **kwargs)
+
+    async def _call_once(self, method: str, *args: Any, **kwargs: Any) -> Any:
         if self._handle is None:
             self._handle = ray.get_actor(self._name)
+            sizes = self._many.items()
+            self._batched = {name: ManyCalls(self._handle, name, size) for name, size in sizes}
+        waiting_for = f"{self._name}.{method}"
+        if method in self._batched:
+            assert not kwargs, "calls that travel together have positional arguments"
+            return await within(self._batched[method](*args), self._timeout_s, waiting_for)
         ref = getattr(self._handle, method).remote(*args, **kwargs)
         try:
-            return await within(ref, self._timeout_s, f"{self._name}.{method}")
+            return await within(ref, self._timeout_s, waiting_for)
         except (asyncio.CancelledError, WaitTimeoutError):
             ray.cancel(ref)
             raise
 
     def __reduce__(self) -> tuple[type, tuple]:
-        return Remote, (self._name, self._timeout_s)
+        return Remote, (self._name, self._timeout_s, self._tries, self._many)
 
 
 class RemotePool:
     """Interchangeable actors as one local object. Calls must be idempotent: one may run twice after a death."""
 
-    def __init__(self, names: list[str], timeout_s: float, tries: int = 4) -> None:
+    def __init__(
+        self, names: list[str], timeout_s: float, tries: int = 4, many: Mapping[str, int] | None = None
+    ) -> None:
+        """`many` as for Remote."""
         if not names:
             raise ValueError("a pool needs at least one actor")
-        self._names, self._timeout_s, self._tries = names, timeout_s, tries
-        self._members = [Remote(name, timeout_s) for name in names]
+        self._names, self._timeout_s, self._tries, self._many = names, timeout_s, tries, dict(many or {})
+        self._members = [Remote(name, timeout_s, many=many) for name in names]
         self._load = [0] * len(names)
 
     def __getattr__(self, method: str) -> Callable[..., Coroutine[Any, Any, Any]]:
@@ -104,4 +334,4 @@ class RemotePool:
                 raise outcome
 
     def __reduce__(self) -> tuple[type, tuple]:
-        return RemotePool, (self._names, self._timeout_s, self._tries)
+        return RemotePool, (self._names, self._timeout_s, self._tries, self._many)

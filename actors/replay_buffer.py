@@ -1,12 +1,96 @@
-"""ReplayBufferActor: hosts the replay buffer. Groups arrive by value, so they outlive who made them."""
+"""ReplayBufferActor: hosts the replay buffer and its journal.
+
+Groups arrive by value, so they outlive who made them; with a journal they outlive this process too: Ray starts
+it again with the same arguments, and the same attempt's journal makes it what it was. A caller that sees it die
+(ActorUnavailableError, ActorDiedError) asks again with the same arguments until it answers: every method is
+idempotent, and what was answered was on disk before.
+
+The buffer never waits for anything, so its actor is a synchronous one: a call costs it half of what it would
+with an event loop beside it.
+"""
 
 from __future__ import annotations
 
-from raypost.replay_buffer import ReplayBuffer
+from collections.abc import Coroutine, Sequence
+from pathlib import Path
+from typing import Any, TypeVar
+
+import ray
+
+from raypost.buffer_journal import BufferJournal
+from raypost.errors import CheckpointError
+from raypost.packed import PackedGroups
+from raypost.protocols import BufferBounds, BufferCounts, ExpiredGroup, Lease, PutResult, TaskLimits
+from raypost.replay_buffer import Order, ReplayBuffer
+from raypost.types import GroupKey, Status
+
+T = TypeVar("T")
 
 
-class ReplayBufferActor(ReplayBuffer):
-    """The buffer under a name that can be read in the dashboard."""
+class ReplayBufferActor:
+    """`protocols.Buffer` as seen through a handle."""
+
+    def __init__(
+        self,
+        limits: dict[str, TaskLimits],
+        bounds: BufferBounds | None = None,
+        order: Order = "stalest_first",
+        folder: str | None = None,
+        attempt: str = "",
+    ) -> None:
+        """`folder` is the journal's; None keeps none. `attempt` names this start of the job: the journal of
+        another one is not continued. Raises CheckpointError if a restarted buffer finds no journal of its own.
+        """
+        journal = BufferJournal(Path(folder), attempt) if folder is not None else None
+        restarted = ray.get_runtime_context().was_current_actor_reconstructed
+        if restarted and (journal is None or not journal.recovered):
+            raise CheckpointError(
+                f"the replay buffer died and attempt {attempt!r} has no journal in {folder}: its groups are "
+                "lost; continue from the last checkpoint, with buffer.journal on and the run folder on storage "
+                "that every node shares"
+            )
+        self._buffer = ReplayBuffer(limits, bounds, order, journal)
 
     def __repr__(self) -> str:
         return "replay-buffer"
+
+    def put(self, packed: PackedGroups, train_step: int) -> list[PutResult]:
+        """See ReplayBuffer.put, as for all the others."""
+        return _now(self._buffer.put(packed, train_step))
+
+    def refresh(self, train_step: int, claim: int = 0) -> list[ExpiredGroup]:
+        return _now(self._buffer.refresh(train_step, claim))
+
+    def pop(self, task: str, sources: Sequence[Status], limit: int, claim: int) -> PackedGroups | None:
+        return _now(self._buffer.pop(task, sources, limit, claim))
+
+    def drop(self, keys: Sequence[GroupKey]) -> None:
+        _now(self._buffer.drop(keys))
+
+    def reclaim(self) -> tuple[GroupKey, ...]:
+        return _now(self._buffer.reclaim())
+
+    def lease(self, step: int, per_task: dict[str, int]) -> Lease | None:
+        return _now(self._buffer.lease(step, per_task))
+
+    def acknowledge(self, step: int) -> tuple[GroupKey, ...]:
+        return _now(self._buffer.acknowledge(step))
+
+    def counts(self) -> BufferCounts:
+        return _now(self._buffer.counts())
+
+    def state_dict(self) -> dict[str, Any]:
+        return _now(self._buffer.state_dict())
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        _now(self._buffer.load_state_dict(state))
+
+
+def _now(work: Coroutine[Any, Any, T]) -> T:
+    """What a coroutine that never waits returns."""
+    try:
+        work.send(None)
+    except StopIteration as stop:
+        result: T = stop.value
+        return result
+    raise AssertionError("the buffer waited for something")

@@ -7,8 +7,10 @@ refs of the current version, kept so that a worker that comes back can catch up.
     worker:  STARTING -> UP -> DOWN -> (engine started, current version loaded) -> UP
 
 Invariants: nothing is routed to a worker that is not UP; an UP worker holds the pool's version; between
-`pause` and `resume` no worker generates. Pause, resume, weight loads and a worker's return take one lock,
-so a worker that comes back in the middle of a sync cannot serve old weights.
+`pause` and `resume` no worker generates, whatever the mode, and a request that comes is an "abort" without
+tokens. Pause, resume, weight loads and a worker's return take one lock, so a worker that comes back in the
+middle of a sync cannot serve old weights; it comes back paused as the others are. What a dead worker had
+frozen comes back as an "abort" without tokens and continues elsewhere from the tokens it came with.
 """
 
 from __future__ import annotations
@@ -24,9 +26,17 @@ import ray
 from ray.actor import ActorHandle
 
 from actors.remote import ACTOR_ERRORS, within
-from raypost.config import RolloutConfig
-from raypost.errors import NoWorkersError, RaypostError, StaleWeightsError, WaitTimeoutError, WeightError
+from raypost.config import PauseMode, RolloutConfig
+from raypost.errors import (
+    EngineLostError,
+    NoWorkersError,
+    RaypostError,
+    StaleWeightsError,
+    WaitTimeoutError,
+    WeightError,
+)
 from raypost.metrics import SpanLog
+from raypost.pause import PauseDeadlines, stricter
 from raypost.types import (
     FloatArray,
     GenerateRequest,
@@ -41,6 +51,8 @@ from raypost.weights import Manifest
 log = logging.getLogger(__name__)
 
 RECOVERY_TRIES = 5
+GONE = (*ACTOR_ERRORS, EngineLostError)
+"""A worker that has to be brought back: it died, or Ray started it again before anybody noticed."""
 
 
 class WorkerState(StrEnum):
@@ -58,9 +70,17 @@ class _Worker:
     spans: SpanLog
     state: WorkerState = WorkerState.STARTING
     outstanding: int = 0
-    busy_since: float = 0.0
+    busy_since: float | None = None
+    """Since when it works on requests without a pause; None while it does not."""
     restarts: int = 0
     recovering: asyncio.Task[None] | None = None
+
+    def account(self, working: bool) -> None:
+        """Close the interval in which it had requests, and open the next one if it still works on some."""
+        now = time.time()
+        if self.busy_since is not None:
+            self.spans.add("rollout", self.busy_since, now)
+        self.busy_since = now if working and self.outstanding else None
 
 
 @dataclass(slots=True, frozen=True)
@@ -79,7 +99,12 @@ class RolloutController:
         self._workers = [_Worker(name, handle, SpanLog(name)) for name, handle in workers.items()]
         self._weights: _Weights | None = None
         self._version: int | None = None
+        self._deadlines = PauseDeadlines(rollout.pause_timeout_s)
         self._paused = True
+        self._mode: PauseMode | None = None
+        """Of the pause in force or under way."""
+        self._pausing = False
+        """Whether it is a pause that holds the lock."""
         self._failure: Exception | None = None
         self._control = asyncio.Lock()
         self._changed = asyncio.Condition()
@@ -109,7 +134,7 @@ class RolloutController:
                 continue
             try:
                 return await self._generate_on(worker, request, deadline)
-            except ACTOR_ERRORS as error:
+            except GONE as error:
                 await self._lost(worker, error)
             except WaitTimeoutError as error:
                 return GenerateResult.nothing("error", worker.name, str(error))
@@ -135,9 +160,9 @@ class RolloutController:
     async def _generate_on(
         self, worker: _Worker, request: GenerateRequest, deadline: float
     ) -> GenerateResult:
-        if worker.outstanding == 0:
-            worker.busy_since = time.time()
         worker.outstanding += 1
+        if worker.busy_since is None:
+            worker.account(working=True)
         ref = worker.handle.generate.remote(request)
         try:
             left = max(0.0, deadline - time.monotonic())
@@ -148,16 +173,35 @@ class RolloutController:
         finally:
             worker.outstanding -= 1
             if worker.outstanding == 0:
-                worker.spans.add("rollout", worker.busy_since, time.time())
+                worker.account(working=False)
 
     # ---------------------------------------------------------------- pause, weights, resume
 
-    async def pause(self) -> None:
-        """Close the gate, then abort in the engines. Returns when no engine is generating. Idempotent."""
+    async def pause(self, mode: PauseMode = "abort") -> None:
+        """Close the gate, then stop the engines as `mode` says. Returns when no engine is generating. Idempotent.
+
+        abort: open requests come back with their tokens. keep: they freeze in the engines until `resume`. wait:
+        they run to their end, or are aborted after half of `pause_timeout_s`. A stricter mode (wait < keep <
+        abort) overrules the pause in force, one under way included; a gentler one changes nothing.
+        """
         self._paused = True
+        overruled, self._mode = self._mode, stricter(self._mode, mode)
+        if self._pausing and self._mode != overruled:
+            # The workers end the pause that holds the lock.
+            await self._pause_workers()
         await self._notify()
         async with self._control:
-            await self._on_every_up("pause", self._rollout.pause_timeout_s)
+            self._paused, self._pausing = True, True
+            try:
+                self._mode = stricter(self._mode, mode)
+                await self._pause_workers()
+            finally:
+                self._pausing = False
+            for worker in self._workers:
+                worker.account(working=False)
+
+    async def _pause_workers(self) -> None:
+        await self._on_every_up("pause", self._deadlines.pool_s, self._mode)
 
     async def resume(self, version: int) -> None:
         """Engines first, gate last. Raises StaleWeightsError unless the pool holds `version`. Idempotent."""
@@ -165,7 +209,9 @@ class RolloutController:
             if version != self._version:
                 raise StaleWeightsError(f"cannot serve version {version}: the pool holds {self._version}")
             await self._on_every_up("resume", self._rollout.pause_timeout_s, version)
-            self._paused = False
+            self._paused, self._mode = False, None
+            for worker in self._workers:
+                worker.account(working=True)
         await self._notify()
 
     async def load_weights(self, manifest: Manifest, buckets: list[ray.ObjectRef]) -> list[WeightReport]:
@@ -210,7 +256,7 @@ class RolloutController:
         outcomes = await asyncio.gather(*calls, return_exceptions=True)
         results, errors = [], []
         for worker, outcome in zip(up, outcomes, strict=True):
-            if isinstance(outcome, ACTOR_ERRORS):
+            if isinstance(outcome, GONE):
                 await self._lost(worker, outcome)
             elif isinstance(outcome, BaseException):
                 errors.append(outcome)
@@ -259,6 +305,9 @@ class RolloutController:
         return await within(worker.handle.start.remote(), timeout_s, f"the engine of {worker.name} to start")
 
     async def _catch_up(self, worker: _Worker) -> None:
+        if self._mode is not None:
+            pause = worker.handle.pause.remote(self._mode)
+            await within(pause, self._deadlines.pool_s, f"{worker.name} to pause")
         if self._weights is None:
             return
         load = worker.handle.load_weights.remote(self._weights.manifest, *self._weights.buckets)
@@ -283,11 +332,9 @@ class RolloutController:
 
     async def drain_spans(self) -> list[Span]:
         """Intervals in which each worker had requests, since the last call."""
-        now = time.time()
         for worker in self._workers:
-            if worker.outstanding:
-                worker.spans.add("rollout", worker.busy_since, now)
-                worker.busy_since = now
+            if worker.busy_since is not None:
+                worker.account(working=True)
         return [span for worker in self._workers for span in worker.spans.drain()]
 
     async def shutdown(self) -> None:

@@ -5,27 +5,37 @@ the engine dies. Owns no routing and no retries: those are the pool's.
 
     start -> load_weights -> resume -> generate ... -> pause -> load_weights -> resume -> generate ...
 
+    pause      requests in the engine                       requests that come while paused
+    abort      end now, with the tokens they have           "abort" without tokens, in every mode: the pool
+    keep       freeze in it; go on after `resume`           has paused too, and whoever sent them sends them
+    wait       run to their end, else are aborted           again after `resume`
+
 Invariants: no request reaches the engine while the gate is closed; the gate opens only when the engine itself
-says that it holds the version; after `pause` no request is in the engine; an engine left half loaded never
-serves and is built anew by the next load.
+says that it holds the version; after `pause` the engine generates nothing, and unless it was "keep" no request
+is in it; a pause is never softened before `resume`; an engine left half loaded never serves and is built anew
+by the next load.
 
 Every method runs on the actor's one event loop: an actor with concurrency groups would have one loop a
-group, and an engine belongs to one loop. MAX_CONCURRENCY keeps control calls from queueing behind
+group, and an engine belongs to one loop. placement.MAX_CONCURRENCY keeps control calls from queueing behind
 generations.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import os
 import time
 from collections.abc import Awaitable, Sequence
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, Literal, NoReturn, TypeVar
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
-from raypost.config import Config
-from raypost.errors import RaypostError, StaleWeightsError, WaitTimeoutError, WeightError
+from raypost.config import PauseMode
+from raypost.engine_config import QUIET, EngineConfig
+from raypost.errors import EngineLostError, RaypostError, StaleWeightsError, WaitTimeoutError, WeightError
+from raypost.open_requests import OpenRequests
+from raypost.pause import PauseDeadlines, stricter
 from raypost.types import (
     NO_VERSION,
     FloatArray,
@@ -40,48 +50,12 @@ from raypost.weights import Bytes, Manifest
 if TYPE_CHECKING:
     from actors.vllm_engine import Engine
 
+__all__ = ["EngineConfig", "RolloutWorker"]
+
 T = TypeVar("T")
 log = logging.getLogger(__name__)
 
-MAX_CONCURRENCY = 100_000
-"""`max_concurrency` of the actor: far above the requests a pool ever has open, so that no call waits."""
-
 ABORT_AGAIN_S = 0.2
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class EngineConfig:
-    """What one engine needs to know."""
-
-    device: Literal["cpu", "cuda"]
-    dtype: str
-    max_model_len: int
-    max_num_seqs: int = 64
-    tensor_parallel_size: int = 1
-    threads: int = 1
-    kv_cache_gb: float = 1.0
-    gpu_memory_utilization: float = 0.9
-    enforce_eager: bool = True
-    seed: int = 0
-    pause_timeout_s: float = 60.0
-
-    @classmethod
-    def of(cls, config: Config) -> EngineConfig:
-        """The engines' part of a run's configuration."""
-        rollout = config.rollout
-        return cls(
-            device=config.device,
-            dtype=config.model.dtype,
-            max_model_len=config.max_model_len,
-            max_num_seqs=rollout.max_num_seqs,
-            tensor_parallel_size=rollout.tensor_parallel_size,
-            threads=rollout.threads,
-            kv_cache_gb=rollout.kv_cache_gb,
-            gpu_memory_utilization=rollout.gpu_memory_utilization,
-            enforce_eager=rollout.enforce_eager,
-            seed=config.seed,
-            pause_timeout_s=rollout.pause_timeout_s,
-        )
 
 
 class RolloutWorker:
@@ -96,15 +70,16 @@ class RolloutWorker:
         self._broken: str | None = None
         self._open = False
         self._control = asyncio.Lock()
-        self._requests: dict[int, str] = {}
-        self._num_requests = 0
-        self._idle = asyncio.Event()
-        self._idle.set()
+        self._deadlines = PauseDeadlines(engine.pause_timeout_s)
+        self._mode: PauseMode | None = None
+        """Of the pause in force or under way."""
+        self._stopped = False
+        """Whether the engine confirmed that it is paused."""
+        self._running_out: asyncio.Task[bool] | None = None
+        self._requests = OpenRequests()
         self._watched: list[int] = []
         self._version = NO_VERSION
         self._generated_tokens = 0
-        self._busy_s = 0.0
-        self._busy_since = 0.0
         self._started_at = time.monotonic()
 
     def __repr__(self) -> str:
@@ -123,7 +98,7 @@ class RolloutWorker:
             return self._info
 
     async def _build(self) -> None:
-        _set_environment(self._config)
+        os.environ.update(QUIET | os.environ | self._config.environment())
         begin = time.monotonic()
         try:
             await asyncio.to_thread(self._make_engine)
@@ -132,6 +107,7 @@ class RolloutWorker:
             self._watch(pids)
             await self._engine.warm_up()
             await self._engine.pause("abort")
+            self._stopped = True
         except Exception as error:
             await self._discard()
             raise RaypostError(
@@ -172,7 +148,15 @@ class RolloutWorker:
         """End the engine's processes. The actor itself is the caller's to end."""
         self._open = False
         async with self._control:
+            await self._give_back()
             await self._discard()
+
+    async def _give_back(self) -> None:
+        """End what is open in an engine that is given up; one that does not answer takes it along."""
+        if self._engine is not None and len(self._requests):
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(self._deadlines.worker_s):
+                    await self._abort(self._engine)
 
     async def _discard(self) -> None:
         self._open = False
@@ -186,21 +170,22 @@ class RolloutWorker:
     # ---------------------------------------------------------------- generation
 
     async def generate(self, request: GenerateRequest) -> GenerateResult:
-        """Continue `request.token_ids`. Gate closed, now or before the end: "abort" with the tokens so far.
+        """Continue `request.token_ids`. Ended by a pause: "abort" with the tokens so far; none if it came then.
 
-        A request that cannot be run is an "error" result without tokens. Cancelling the call aborts it.
+        A request that cannot be run is an "error" result without tokens. Cancelling the call aborts it. Raises
+        EngineLostError before `start`.
         """
-        engine = self._engine
-        if not self._open or engine is None:
+        engine = self._usable()
+        if not self._open:
             return GenerateResult.nothing("abort", self._name)
         problem = self._problem(request, engine.vocab_size)
         if problem is not None:
             return GenerateResult.nothing("error", self._name, problem)
-        ticket = self._enter(request.request_id)
+        ticket = self._requests.enter(request.request_id)
         try:
             result = await self._alive(engine.generate(request))
         finally:
-            self._leave(ticket)
+            self._requests.leave(ticket)
         self._generated_tokens += len(result.response_ids)
         return replace(result, worker=self._name)
 
@@ -216,20 +201,6 @@ class RolloutWorker:
             return f"{asked}, but ids {ids.min()} to {ids.max()} exceed the vocabulary of {vocab_size}"
         return None
 
-    def _enter(self, request_id: str) -> int:
-        if not self._requests:
-            self._busy_since = time.monotonic()
-            self._idle.clear()
-        self._num_requests += 1
-        self._requests[self._num_requests] = request_id
-        return self._num_requests
-
-    def _leave(self, ticket: int) -> None:
-        del self._requests[ticket]
-        if not self._requests:
-            self._busy_s += time.monotonic() - self._busy_since
-            self._idle.set()
-
     async def _alive(self, call: Awaitable[T]) -> T:
         """Await a call to the engine; end this process if the engine turns out to be dead."""
         from actors.vllm_engine import EngineDeadError
@@ -241,42 +212,77 @@ class RolloutWorker:
 
     # ---------------------------------------------------------------- pause, weights, resume
 
-    async def pause(self, mode: Literal["abort", "wait"] = "abort") -> None:
-        """Close the gate, then abort what runs ("wait": let it end). Returns when no request is left.
+    async def pause(self, mode: PauseMode = "abort") -> None:
+        """Close the gate, then stop the engine as `mode` says; the module tells what becomes of requests.
 
-        Raises WaitTimeoutError past `pause_timeout_s`; the gate stays closed.
+        abort and wait return when no request is left, keep when the engine has stopped and every token it made
+        carries its version. A stricter mode (wait < keep < abort) overrules the pause in force, one under way
+        included; a gentler one changes nothing. "wait" says what still runs after half of `pause_timeout_s`,
+        and aborts it. Raises WaitTimeoutError if that does not end it either; the gate stays closed.
         """
         self._open = False
+        self._overrule(mode)
         async with self._control:
             # A resume that was under way when the gate closed has opened it again.
             self._open = False
+            self._overrule(mode)
             if self._engine is None:
                 return
             try:
-                await asyncio.wait_for(self._drain(self._engine, mode), self._config.pause_timeout_s)
+                async with asyncio.timeout(self._deadlines.worker_s):
+                    await self._stop(self._engine)
             except TimeoutError as error:
-                waiting = (
-                    f"{len(self._requests)} requests to end: {', '.join(list(self._requests.values())[:5])}"
-                )
-                raise WaitTimeoutError(
-                    f"{self._name} waited {self._config.pause_timeout_s:.0f} s for {waiting}"
-                ) from error
+                waited = f"{self._name} waited {self._deadlines.worker_s:.0f} s to end {self._requests}"
+                raise WaitTimeoutError(waited) from error
 
-    async def _drain(self, engine: Engine, mode: Literal["abort", "wait"]) -> None:
+    def _overrule(self, mode: PauseMode) -> None:
+        """Let `mode` decide, unless what is in force is stricter."""
+        before, self._mode = self._mode, stricter(self._mode, mode)
+        if self._mode != before and self._running_out is not None:
+            self._running_out.cancel()
+
+    async def _stop(self, engine: Engine) -> None:
+        if self._mode == "wait":
+            await self._run_out()
+        if self._mode == "keep":
+            await self._alive(engine.pause("keep"))
+            self._requests.freeze()
+        else:
+            await self._abort(engine)
+        self._stopped = True
+
+    async def _run_out(self) -> None:
+        """Let requests end until none is left, a stricter pause overrules this one, or time is up.
+
+        The engine itself is not told to wait: that would leave those which still queue in it where they are.
+        """
+        self._running_out = asyncio.create_task(self._requests.idle.wait(), name=f"{self._name} runs out")
+        try:
+            await asyncio.wait([self._running_out], timeout=self._deadlines.run_out_s)
+        finally:
+            self._running_out.cancel()
+            self._running_out = None
+        if self._mode == "wait" and len(self._requests):
+            waited_s = self._deadlines.run_out_s
+            log.warning(
+                "%s waited %.0f s and aborts what still runs, %s", self._name, waited_s, self._requests
+            )
+            self._mode = "abort"
+
+    async def _abort(self, engine: Engine) -> None:
         while True:
-            await self._alive(engine.pause(mode))
+            await self._alive(engine.pause("abort"))
+            self._requests.thaw()
             try:
                 # A request that passed the gate just before it closed may reach the engine behind the abort,
                 # where it queues until the engine resumes: abort again.
-                await asyncio.wait_for(self._idle.wait(), ABORT_AGAIN_S)
+                await asyncio.wait_for(self._requests.idle.wait(), ABORT_AGAIN_S)
                 return
             except TimeoutError:
-                log.warning(
-                    "%s aborts again: %d requests reached a paused engine", self._name, len(self._requests)
-                )
+                log.warning("%s aborts again: a paused engine still has %s", self._name, self._requests)
 
     async def resume(self, version: int) -> None:
-        """Serve `version`: engine first, gate last.
+        """Serve `version`: engine first, gate last. Frozen requests go on.
 
         Raises StaleWeightsError if the engine itself says it holds another, WeightError if it is half loaded.
         """
@@ -287,21 +293,27 @@ class RolloutWorker:
                 raise StaleWeightsError(
                     f"{self._name} holds version {held} and was asked to serve {version}: load it"
                 )
+            self._stopped = False
             await self._alive(engine.resume())
+            self._mode = None
+            self._requests.thaw()
             self._open = True
 
     async def load_weights(self, manifest: Manifest, *buckets: Bytes) -> WeightReport:
         """Bring a version into the paused engine; what the engine then says it holds.
 
-        The version already held is acknowledged without loading. An engine left half loaded is built anew
-        first. Raises StaleWeightsError for an older version, WeightError naming the tensor for bytes that are
-        not what was published; the old weights then stay, unless the engine broke, which `resume` refuses.
+        Frozen requests stay, and after `resume` their whole prefix runs through the new weights first. The
+        version already held is acknowledged without loading. An engine left half loaded is built anew first,
+        and what was frozen in it comes back as from an abort. Raises StaleWeightsError for an older version,
+        WeightError naming the tensor for bytes that are not what was published; the old weights then stay,
+        unless the engine broke, which `resume` refuses.
         """
         async with self._control:
-            if self._open:
+            if self._engine is not None and not self._stopped:
                 raise WeightError(f"{self._name} is serving version {self._version}: pause it before loading")
             if self._engine is None or self._broken is not None:
                 log.warning("%s builds its engine anew: %s", self._name, self._broken or "it was shut down")
+                await self._give_back()
                 await self._discard()
                 await self._build()
             engine = self._usable()
@@ -348,20 +360,26 @@ class RolloutWorker:
         return WeightReport(version=version, digest=digest, worker=self._name, load_s=load_s)
 
     async def canary(self, prompt_ids: IntArray) -> FloatArray:
-        """Logprob of every prompt token but the first under the weights held now, also while paused."""
+        """Logprob of every prompt token but the first under the weights held now, also while paused.
+
+        A paused engine runs for it, ahead of all others; what "keep" froze in it takes these steps too.
+        """
         async with self._control:
             engine = self._usable()
-            if self._open:
+            if not self._stopped:
                 return await self._alive(engine.prompt_logprobs(prompt_ids))
-            await self._alive(engine.resume())
+            frozen = len(self._requests) > 0
+            self._stopped = False
             try:
-                return await self._alive(engine.prompt_logprobs(prompt_ids))
+                return await self._alive(engine.prompt_logprobs(prompt_ids, resume=True))
             finally:
-                await self._alive(engine.pause("abort"))
+                # Keys and values made just now are of the weights held now: they may stay.
+                await self._alive(engine.pause("keep" if frozen else "abort", clear_cache=not frozen))
+                self._stopped = True
 
     def _usable(self) -> Engine:
         if self._engine is None:
-            raise WeightError(f"{self._name} has no engine: start it first")
+            raise EngineLostError(f"{self._name} has no engine: start it first")
         if self._broken is not None:
             raise WeightError(f"{self._name} is half loaded: {self._broken}; load a version again")
         return self._engine
@@ -370,14 +388,13 @@ class RolloutWorker:
 
     async def stats(self) -> WorkerStats:
         """Counters since this worker was made."""
-        now = time.monotonic()
         return WorkerStats(
             worker=self._name,
             version=self._version,
-            running=len(self._requests),
+            running=self._requests.running,
             generated_tokens=self._generated_tokens,
-            busy_s=self._busy_s + (now - self._busy_since if self._requests else 0.0),
-            uptime_s=now - self._started_at,
+            busy_s=self._requests.busy_s,
+            uptime_s=time.monotonic() - self._started_at,
         )
 
     async def ping(self) -> str:
@@ -385,15 +402,3 @@ class RolloutWorker:
         if self._engine is not None and self._engine.is_dead:
             self._die("its engine is dead")
         return self._name
-
-
-def _set_environment(config: EngineConfig) -> None:
-    """What vLLM takes from the environment alone, for this process and the engine's, which inherit it."""
-    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
-    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
-    os.environ.update(VLLM_NO_USAGE_STATS="1", DO_NOT_TRACK="1")
-    if config.device == "cpu":
-        # Unbound threads: bound ones of several workers, or of two runs on one machine, would share a core.
-        os.environ.update(VLLM_CPU_OMP_THREADS_BIND="nobind", OMP_NUM_THREADS=str(config.threads))
-        # With this alone a single rank runs inside the engine's process: half the start, one process less.
-        os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0" if config.tensor_parallel_size == 1 else "1"

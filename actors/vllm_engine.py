@@ -12,7 +12,7 @@ import multiprocessing
 import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 import numpy as np
 from vllm import SamplingParams
@@ -28,15 +28,23 @@ from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
 
 from actors.vllm_weights import BACKEND, WeightExtension
+from raypost.engine_config import EngineConfig
 from raypost.errors import AlignmentError, WeightError
-from raypost.types import NO_VERSION, FloatArray, GenerateRequest, GenerateResult, IntArray, SampleParams
+from raypost.types import (
+    EVALUATION_PRIORITY,
+    NO_VERSION,
+    FloatArray,
+    GenerateRequest,
+    GenerateResult,
+    IntArray,
+    SampleParams,
+)
 from raypost.weights import Bytes, Manifest
-
-if TYPE_CHECKING:
-    from actors.rollout_worker import EngineConfig
 
 REAP_TIMEOUT_S = 5.0
 """For a killed process to disappear."""
+
+CANARY_PRIORITY = EVALUATION_PRIORITY - 1
 
 __all__ = ["Engine", "EngineDeadError"]
 
@@ -59,6 +67,7 @@ class Engine:
                 seed=seed,
                 max_model_len=config.max_model_len,
                 max_num_seqs=config.max_num_seqs,
+                scheduling_policy="priority",
                 tensor_parallel_size=config.tensor_parallel_size,
                 distributed_executor_backend="uni" if config.tensor_parallel_size == 1 else "mp",
                 enforce_eager=config.enforce_eager,
@@ -95,15 +104,20 @@ class Engine:
         Raises EngineDeadError. Cancelling it aborts the request in the engine.
         """
         try:
-            final = await self._run(request.token_ids, _sampling(request.sample_params), request.request_id)
+            sampling = _sampling(request.sample_params)
+            final = await self._run(request.token_ids, sampling, request.request_id, request.priority)
         except (VLLMClientError, EngineGenerateError) as error:
             return GenerateResult.nothing(
                 "error", error=f"{request.request_id}: {error.__cause__ or error!s}"
             )
         return _result(final.outputs[0], request.request_id)
 
-    async def prompt_logprobs(self, prompt_ids: IntArray) -> FloatArray:
-        """Log softmax of the logits at every token of the prompt but the first; length P - 1."""
+    async def prompt_logprobs(self, prompt_ids: IntArray, resume: bool = False) -> FloatArray:
+        """Log softmax of the logits at every token of the prompt but the first; length P - 1.
+
+        It goes before everything else in the engine. `resume` resumes a paused engine once it is queued, so
+        that what lies frozen there does not take all the places first; the caller pauses again.
+        """
         params = SamplingParams(
             max_tokens=1,
             prompt_logprobs=0,
@@ -111,28 +125,47 @@ class Engine:
             detokenize=False,
             output_kind=RequestOutputKind.FINAL_ONLY,
         )
-        final = await self._run(prompt_ids, params, "prompt-logprobs")
+        prompt = tokens_input(prompt_ids.tolist())
+        queue = await self._llm.add_request("prompt-logprobs", prompt, params, priority=CANARY_PRIORITY)
+        try:
+            if resume:
+                await self.resume()
+            final = await queue.get()
+        except BaseException:
+            await self._llm.abort(queue.request_id, internal=True)
+            raise
+        assert isinstance(final, RequestOutput), "a model that generates"
         flat = final.prompt_logprobs
         assert isinstance(flat, FlatLogprobs), "flat_logprobs was asked for"
         return np.asarray(flat.logprobs, np.float32)
 
-    async def _run(self, token_ids: IntArray, params: SamplingParams, request_id: str) -> RequestOutput:
-        final = None
-        async for output in self._llm.generate(tokens_input(token_ids.tolist()), params, request_id):
+    async def _run(
+        self, token_ids: IntArray, params: SamplingParams, request_id: str, priority: int = 0
+    ) -> RequestOutput:
+        final, prompt = None, tokens_input(token_ids.tolist())
+        async for output in self._llm.generate(prompt, params, request_id, priority=priority):
             final = output
         assert final is not None, "vLLM ends every request with an output"
         return final
 
-    async def pause(self, mode: Literal["abort", "wait"]) -> None:
-        """Abort, or wait for, what runs; drop all cached keys and values. Later requests queue."""
-        await self._llm.pause_generation(mode=mode, clear_cache=True)
+    async def pause(self, mode: Literal["abort", "keep"], clear_cache: bool = True) -> None:
+        """Abort what is here, or freeze it; then drop all cached keys and values. Later requests queue.
+
+        Returns once the engine is idle. Every step's tokens left the engine with the version they were sampled
+        under before that, so none of them can take on a version that is loaded afterwards.
+        """
+        await self._llm.pause_generation(mode=mode, clear_cache=clear_cache)
 
     async def resume(self) -> None:
         """Let requests run again."""
         await self._llm.resume_generation()
 
     async def load(self, manifest: Manifest, buckets: Sequence[Bytes]) -> None:
-        """Bring a version into a paused engine. Raises what vLLM raises, the cause in the text."""
+        """Bring a version into a paused engine. Raises what vLLM raises, the cause in the text.
+
+        Frozen requests lose their keys and values, which the old weights made: vLLM preempts them, and when
+        they go on, it first runs prompt and response so far through the new weights.
+        """
         with _shared(buckets) as paths:
             tensors = [
                 [t.name, t.dtype, list(t.shape), t.bucket, t.offset, t.nbytes, t.digest]
@@ -147,7 +180,7 @@ class Engine:
             await self._llm.start_weight_update()
             await self._llm.update_weights(WeightTransferUpdateRequest(update))
             await self._llm.finish_weight_update(weight_version=str(manifest.version))
-        await self._llm.reset_prefix_cache()
+        await self._llm.reset_prefix_cache(reset_running_requests=True)
 
     async def held(self) -> tuple[int, str, bool]:
         """(version, digest, touched) as the process with the model says. WeightError if ranks differ."""

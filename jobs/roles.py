@@ -87,6 +87,10 @@ class Roles:
         self.display.phase(f"continuing after step {step} from {path}")
         return step
 
+    async def pause(self, step: int) -> None:
+        """Stop production for the sync after `step`."""
+        await self.producer.pause(self.cfg.pause_mode(step, stopping=self.stop.is_set()))
+
     async def broadcast(self, version: int) -> None:
         """Bring `version` into every rollout worker, verified."""
         report = await self.broadcaster.broadcast(version)
@@ -95,7 +99,8 @@ class Roles:
         await self.telemetry.log_sync(report)
 
     async def save(self, step: int) -> None:
-        """Write one checkpoint of the whole run. Production must be paused."""
+        """Write one checkpoint of the whole run. Production must be paused; what it froze is aborted."""
+        await self.producer.pause("abort")
         folder = self.checkpoints.begin(step)
         await asyncio.gather(self.trainer.save(folder), self.producer.save(str(folder), step))
         self.checkpoints.commit(step)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+import uuid
 from collections.abc import AsyncIterator, Coroutine
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
@@ -33,15 +34,18 @@ from jobs.roles import Roles
 from raypost import plan
 from raypost.checkpoint import CheckpointDir
 from raypost.config import Config
-from raypost.datasets import build_source, render
+from raypost.datasets import check_source, render
 from raypost.display import Progress
 from raypost.errors import StoppedError
 from raypost.models import resolve_model
+from raypost.schedule import buffer_bounds, task_limits
 from raypost.tokenizer import Tokenizer
 from raypost.types import IntArray
 
 CALL_TIMEOUT_S = 60.0
 """Deadline of small calls between roles."""
+RESTART_TRIES = 8
+"""How often a call to an actor that may be restarting is made: some 14 s in all."""
 WATCHED = ("rollout-controller", "producer", "weight-broadcaster", "evaluator", "trainer-")
 """Names of the actors that telemetry asks for spans, statistics and counts."""
 
@@ -140,7 +144,7 @@ def _prepared(cfg: Config) -> tuple[str, IntArray]:
     path = str(resolve_model(cfg.model, cfg.seed, cfg.model.cache_dir.expanduser()))
     task = cfg.tasks[0]
     # A prompt as in training: on token ids put together at random a model's rounding errors are magnified.
-    prompt = build_source(task, cfg.seed).sample(0)
+    prompt = check_source(task, cfg.seed)[0]
     return path, render(prompt, Tokenizer.load(path), task)
 
 
@@ -208,8 +212,17 @@ def _spawn_light(
     control = cast.controller
     assert control is not None, "the pool is spawned first"
     agents = _spawn_agents(cast, model_path)
-    cast.add(ReplayBufferActor, plan.task_limits(cfg), name="replay-buffer")
-    store = Remote("replay-buffer", CALL_TIMEOUT_S)
+    cast.add(
+        ReplayBufferActor,
+        task_limits(cfg),
+        buffer_bounds(cfg),
+        cfg.buffer.order,
+        str((cfg.run_dir / "buffer").resolve()) if cfg.buffer.journal else None,
+        uuid.uuid4().hex,
+        name="replay-buffer",
+        max_restarts=-1,
+    )
+    store = Remote("replay-buffer", CALL_TIMEOUT_S, tries=RESTART_TRIES)
     producer = cast.add(ProducerActor, cfg, model_path, agents, store, control, name="producer")
     cast.add(WeightBroadcaster, trainer, control, cfg.sync, canary_ids, name="weight-broadcaster")
     cast.add(Evaluator, cfg, model_path, agents, control, name="evaluator")
@@ -224,7 +237,7 @@ def _spawn_light(
         trainer=trainer,
         controller=control,
         broadcaster=Remote("weight-broadcaster", cfg.sync.timeout_s + cfg.train.step_timeout_s),
-        producer=Remote("producer", cfg.rollout.pause_timeout_s + 2 * CALL_TIMEOUT_S),
+        producer=Remote("producer", 2 * cfg.rollout.pause_timeout_s + 2 * CALL_TIMEOUT_S),
         evaluator=Remote("evaluator", cfg.eval.timeout_s),
         telemetry=Remote("telemetry", CALL_TIMEOUT_S),
         producer_handle=producer,

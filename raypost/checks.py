@@ -16,18 +16,18 @@ from pathlib import Path
 from typing import Any
 
 from raypost import tiny
-from raypost.config import Config, TaskConfig, load_config
-from raypost.datasets import build_source, held_out, render
+from raypost.config import Config, load_config
+from raypost.datasets import check_source, held_out, render
 from raypost.errors import ConfigError
 from raypost.models import SMOLLM2, TINY, check_model
+from raypost.task_config import TaskConfig
 from raypost.tokenizer import Tokenizer
 
 CONFIG_FILE = "config.yaml"
 """The resolved configuration in a run folder; it tells which run the folder holds."""
 
-MAX_PROMPTS = 64
 PROMPT_CHECK_S = 0.3
-"""How many prompts of a task are looked at before a run starts, and for how long at most."""
+"""How long prompts of a task are tokenised before a run starts, at most."""
 
 
 def identity(config: Config) -> dict[str, Any]:
@@ -97,8 +97,6 @@ def source_problems(config: Config) -> list[str]:
             )
         except ConfigError as error:
             problems.append(str(error))
-        except UnicodeDecodeError as error:
-            problems.append(f"task {task.name!r}: {task.source.dataset} is no UTF-8 text: {error}")
     return problems
 
 
@@ -140,15 +138,14 @@ def _unknown_gym_names(task: TaskConfig) -> list[str]:
 
 def _prompt_problems(task: TaskConfig, config: Config, tokenizer: Tokenizer | None) -> list[str]:
     """Whether the source gives prompts, held-out ones too, and whether the first of them fit."""
-    source = build_source(task, config.seed)
-    if config.eval.num_prompts and task.source.kind == "jsonl":
+    prompts = check_source(task, config.seed)
+    if config.eval.num_prompts and task.source.kind != "reasoning_gym":
         held_out(task, config.seed, num_prompts=1)
     if tokenizer is None:
         return []
-    deadline = time.monotonic() + PROMPT_CHECK_S
-    longest = 0
-    for index in range(min(len(source), MAX_PROMPTS)):
-        longest = max(longest, len(render(source.sample(index), tokenizer, task)))
+    deadline, longest = time.monotonic() + PROMPT_CHECK_S, 0
+    for prompt in prompts:
+        longest = max(longest, len(render(prompt, tokenizer, task)))
         if time.monotonic() > deadline:
             break
     if longest <= task.max_prompt_tokens:

@@ -1,4 +1,4 @@
-"""The command line: `raypost plan | submit | status | report`. Thin: it parses, calls and prints.
+"""The command line: `raypost plan | submit | status | report | explain`. Thin: it parses, calls and prints.
 
 What is refused is one message on stderr and exit code 2, never a traceback. Nothing here needs Ray: `submit`
 runs `ray job submit` as a process of its own.
@@ -26,6 +26,7 @@ from rich.table import Table
 
 from raypost.config import Config, load_config
 from raypost.errors import ConfigError, RaypostError
+from raypost.formatting import length_bias
 from raypost.resources import ClusterResources
 
 app = typer.Typer(no_args_is_help=True, pretty_exceptions_enable=False, add_completion=False)
@@ -138,6 +139,33 @@ def report(run_dir: RunDir) -> None:
     print(f"{figures['status']}, {figures['steps']} steps: {run_dir / 'report.html'}")
 
 
+@app.command()
+def explain(
+    run: Annotated[str, typer.Argument(help="folder of a run, or its name below runs/")],
+    group: Annotated[
+        str | None, typer.Argument(help="group, such as sums/7, or 7 where there is one task; all if absent")
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="print plain data instead of text")] = False,
+) -> None:
+    """Tell what became of a group, or where all groups of a run are; also while the run goes on."""
+    from raypost.explain import find_run, group_life
+    from raypost.explain_view import life_text, summary_text
+    from raypost.tally import run_summary
+
+    with _refusals():
+        folder = find_run(run)
+        if group is not None:
+            life = group_life(folder, group)
+            found, text = life.as_dict(), life_text(life)
+        else:
+            summary = run_summary(folder)
+            found, text = summary.as_dict(), summary_text(summary)
+    if as_json:
+        print(json.dumps(found, indent=2))
+    else:
+        _console().print(text, highlight=False)
+
+
 @contextmanager
 def _refusals() -> Iterator[None]:
     """Errors raised on purpose become one message and exit code 2."""
@@ -202,7 +230,7 @@ def _show_plan(config: Config, cluster: ClusterResources | None) -> None:
     columns = ("task", "strategy", "expired from", "which is", "oldest trained", "what is older")
     table = Table(*columns, title="Staleness bound", title_justify="left")
     for bound in found.staleness:
-        steps = f"staleness {bound.threshold}"
+        steps = "never" if bound.threshold is None else f"staleness {bound.threshold}"
         table.add_row(bound.task, bound.strategy, steps, bound.rule, bound.oldest, bound.beyond)
     console.print(table)
     table = Table(title="Batch arithmetic", show_header=False, title_justify="left")
@@ -295,5 +323,7 @@ def _status(run_dir: Path) -> dict[str, Any]:
         return {"status": "running, or ended without a report", **figures}
     written = json.loads(made.read_text())
     figures |= {name: written[name] for name in REPORT_FIGURES if written.get(name) is not None}
+    if written.get("length_bias"):
+        figures["length bias"] = length_bias(written["length_bias"])
     figures |= {f"groups {name}": count for name, count in written.get("groups", {}).items()}
     return {"report": run_dir / files.REPORT_HTML, **figures}

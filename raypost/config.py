@@ -17,6 +17,7 @@ from pydantic_core import ErrorDetails
 
 from raypost.errors import ConfigError
 from raypost.task_config import ConfigModel, TaskConfig
+from raypost.train_config import TrainConfig
 
 Device = Literal["cpu", "cuda"]
 PauseMode = Literal["abort", "keep", "wait"]
@@ -67,46 +68,6 @@ class RolloutConfig(ConfigModel):
     """Agent-loop actors."""
     judge_workers: Annotated[int, Field(ge=1)] = 1
     """Judge actors."""
-
-
-class TrainConfig(ConfigModel):
-    """The trainer group and the optimisation."""
-
-    num_steps: Annotated[int, Field(ge=1)]
-    batch_size: Annotated[int, Field(ge=1)]
-    """Groups a train step, over all tasks."""
-    num_workers: Annotated[int, Field(ge=1)] = 1
-    """Ranks, one actor each."""
-    num_cpus: Annotated[float, Field(gt=0)] = 1
-    """Cores Ray reserves a rank."""
-    resources: dict[str, float] = Field(default_factory=dict)
-    """Custom Ray resources a rank needs, for instance {"trainer": 1}."""
-    threads: Annotated[int, Field(ge=1)] = 1
-    """Compute threads of a rank on CPU."""
-    zero_stage: Annotated[int, Field(ge=0, le=3)] = 1
-    micro_batch_tokens: Annotated[int, Field(ge=1)] = 8192
-    """Upper bound of padded tokens in one forward pass."""
-    num_minibatches: Annotated[int, Field(ge=1)] = 1
-    """Optimizer steps a batch is split into; 1 is a single step on the whole batch."""
-    advantage: Literal["grpo", "dr_grpo"] = "grpo"
-    """grpo divides by the group's standard deviation, dr_grpo does not."""
-    clip_low: Annotated[float, Field(gt=0, lt=1)] = 0.2
-    """Lower clip of the ratio, as 1 - clip_low."""
-    clip_high: Annotated[float, Field(gt=0)] = 0.28
-    """Upper clip of the ratio, as 1 + clip_high."""
-    importance_cap: Annotated[float, Field(gt=0)] | None = 2.0
-    """Upper bound of the token weight exp(trainer logprob - rollout logprob); null switches the correction
-    off."""
-    learning_rate: Annotated[float, Field(gt=0)] = 1e-6
-    lr_schedule: Literal["constant", "linear", "cosine"] = "constant"
-    warmup_steps: Annotated[int, Field(ge=0)] = 0
-    weight_decay: Annotated[float, Field(ge=0)] = 0.0
-    max_grad_norm: Annotated[float, Field(gt=0)] = 1.0
-    gradient_checkpointing: bool = False
-    bucket_mb: Annotated[int, Field(ge=1)] = 256
-    """Size of a weight bucket in the object store, MiB."""
-    step_timeout_s: Annotated[float, Field(gt=0)] = 1800
-    """Longest time a train step, a publication of weights or a checkpoint may take."""
 
 
 class SyncConfig(ConfigModel):
@@ -215,6 +176,12 @@ class Config(ConfigModel):
             return False
         return step >= self.train.num_steps or (self.eval.interval > 0 and step % self.eval.interval == 0)
 
+    def pause_mode(self, step: int, *, stopping: bool = False) -> PauseMode:
+        """How production is paused after `step`. Nothing may be frozen in an engine while a checkpoint is written
+        or held-out problems are generated."""
+        drains = stopping or self.save_due(step) or self.eval_due(step)
+        return "abort" if drains and self.sync.pause_mode == "keep" else self.sync.pause_mode
+
     @model_validator(mode="after")
     def _parts_agree(self) -> Config:
         problems = [*self._name_problems(), *self._interval_problems(), *self._batch_problems()]
@@ -260,10 +227,16 @@ class Config(ConfigModel):
                 f"{self.train.num_minibatches}: use a divisor of {per_step}"
             )
         for task in self.tasks:
-            if task.group_size == 1:
+            advantage = self.train.advantage
+            if task.group_size < advantage.smallest_group:
                 problems.append(
-                    f"task {task.name!r}: group_size is 1, but the advantage {self.train.advantage!r} "
-                    "compares a group's members, so every advantage would be 0: use 2 or more"
+                    f"task {task.name!r}: group_size is {task.group_size}, but the advantage {advantage.kind!r} "
+                    f"compares a group's members: use {advantage.smallest_group} or more"
+                )
+            if advantage.overlong_buffer > task.max_tokens:
+                problems.append(
+                    f"task {task.name!r}: max_tokens is {task.max_tokens}, less than "
+                    f"train.advantage.overlong_buffer {advantage.overlong_buffer}: use a smaller buffer"
                 )
         if self.train.micro_batch_tokens < self.max_model_len:
             problems.append(

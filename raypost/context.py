@@ -15,17 +15,18 @@ import math
 import time
 from collections import Counter
 from collections.abc import Callable, Coroutine, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
-from raypost.config import TaskConfig
+from raypost.allocation import Allocation, WeightFunction
 from raypost.errors import CheckpointError, ProductionError
-from raypost.ledger import Ledger
+from raypost.ledger import Ledger, group_facts
 from raypost.packed import pack_groups, unpack_groups
-from raypost.progress import ProduceProgress, allocate
-from raypost.protocols import AgentLoop, Buffer
+from raypost.progress import ProduceProgress
+from raypost.protocols import AgentLoop, Buffer, BufferCounts, PutResult
 from raypost.sampler import Sampler
 from raypost.strategy import AsyncProduceStrategy, PendingGroup, PendingSet, SpawnPlan, uninterrupted
+from raypost.task_config import TaskConfig
 from raypost.types import Group, GroupKey, ProduceBatchStatus, Status
 
 log = logging.getLogger(__name__)
@@ -39,13 +40,32 @@ MIN_FAILED_IN_A_ROW = 32
 
 @dataclass(slots=True)
 class TaskRuntime:
-    """One task at work. `is_valid` decides whether a judged group is trained; None trains all."""
+    """One task at work."""
 
     config: TaskConfig
     sampler: Sampler[Any]
     agent_loop: AgentLoop
     strategy: AsyncProduceStrategy
-    is_valid: Callable[[Group], bool] | None = None
+
+
+@dataclass(slots=True)
+class _Received:
+    """What is to become of a group that ended."""
+
+    entry: PendingGroup
+    group: Group
+    """As it came back; as it was when it started, if it is put back."""
+    verdict: Status
+    why: str = ""
+    back: bool = False
+    """It is put back, to be started again."""
+    dispatches: int = 0
+    """How often its host died."""
+    length: float = field(init=False)
+    """Mean response length, before the buffer resets what expired."""
+
+    def __post_init__(self) -> None:
+        self.length = self.group.num_tokens / len(self.group.states)
 
 
 class ProduceContext:
@@ -58,26 +78,25 @@ class ProduceContext:
         ledger: Ledger,
         *,
         batch_size: int,
+        weights: WeightFunction | None = None,
         retryable: tuple[type[BaseException], ...] = (),
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`retryable` errors mean "the process that ran the group died": it is dispatched again."""
+        """`weights` changes the tasks' scheduled weights. `retryable` errors mean "the process that ran the group
+        died": it is dispatched again."""
         self.tasks = {task.config.name: task for task in tasks}
         self.buffer, self.ledger, self.batch_size, self.clock = buffer, ledger, batch_size, clock
         self.retryable = retryable
         self.pending = PendingSet()
-        self.progress = ProduceProgress(self.tasks)
+        allocation = Allocation([task.config for task in tasks], batch_size, weights)
+        self.progress = ProduceProgress(self.tasks, allocation)
         self.status = ProduceBatchStatus.UPDATE_WEIGHT_AND_ABORT
         self.version: int | None = None
         """Version that production works with; None until the first resume."""
         self.failure: BaseException | None = None
         self._dispatches: Counter[GroupKey] = Counter()
         self._failed_in_a_row = 0
-
-    @property
-    def allocation(self) -> dict[str, int]:
-        """Groups of each task in one batch."""
-        return allocate(self.batch_size, {name: task.config.weight for name, task in self.tasks.items()})
+        self._claim = 0
 
     async def locked(self, step: Callable[[], Coroutine[Any, Any, T]]) -> T:
         """Run one step under the lock, to its end even if the caller is cancelled."""
@@ -122,25 +141,22 @@ class ProduceContext:
 
     async def spawn(self, task: TaskRuntime, plan: SpawnPlan, stock: dict[Status, int]) -> None:
         """Start what was planned; `stock` are the task's groups in the buffer now. Lock held, gate open."""
-        for _ in range(plan.num_groups):
-            group = await self._next_group(task, plan.sources, stock)
-            self.pending.spawn(group, task.agent_loop.run(group), self.clock())
-
-    async def _next_group(
-        self, task: TaskRuntime, sources: tuple[Status, ...], stock: dict[Status, int]
-    ) -> Group:
-        for status in sources:
-            if stock.get(status, 0) < 1:
-                continue
-            stock[status] -= 1
-            packed = await self.buffer.pop(task.config.name, status)
-            if packed is not None:
-                (group,) = unpack_groups(packed)
+        missing = plan.num_groups
+        sources = [status for status in plan.sources if stock.get(status, 0) > 0]
+        if missing > 0 and sources:
+            self._claim += 1
+            packed = await self.buffer.pop(task.config.name, sources, missing, self._claim)
+            for group in unpack_groups(packed) if packed is not None else ():
                 self.ledger.continued(group.key)
-                return group
-        group = task.sampler.sample()
-        self.ledger.sampled(group.key)
-        return group
+                self._start(task, group, stored=True)
+                missing -= 1
+        for _ in range(missing):
+            group = task.sampler.sample()
+            self.ledger.sampled(group.key)
+            self._start(task, group, stored=False)
+
+    def _start(self, task: TaskRuntime, group: Group, *, stored: bool) -> None:
+        self.pending.spawn(group, task.agent_loop.run(group), self.clock(), stored=stored)
 
     # ---------------------------------------------------------------- receiving groups
 
@@ -150,17 +166,35 @@ class ProduceContext:
         if await self.pending.settle(self._receive):
             self.pending.changed.notify()
 
-    async def _receive(self, entry: PendingGroup) -> None:
+    async def _receive(self, entries: list[PendingGroup]) -> None:
+        """Judge what came, store it in one call, and only then account for it: a call that raises counts
+        nothing, and the groups are received again."""
+        await self._store([self._verdict(entry) for entry in entries])
+
+    async def _store(self, received: list[_Received]) -> None:
+        kept = [one for one in received if one.verdict not in (Status.FAILED, Status.FILTERED)]
+        gone = [one for one in received if one.verdict in (Status.FAILED, Status.FILTERED)]
+        results = []
+        if kept:
+            packed = pack_groups([one.group for one in kept])
+            results = await self.buffer.put(packed, self.progress.next_consumer_step)
+        forgotten = [one.entry.key for one in gone if one.entry.stored]
+        if forgotten:
+            await self.buffer.drop(forgotten)
+        for one in gone:
+            self._account_dropped(one)
+        for one, result in zip(kept, results, strict=True):
+            self._account_stored(one, result)
+
+    def _verdict(self, entry: PendingGroup) -> _Received:
+        """What is to become of a group that ended. Changes nothing but the group."""
         if entry.task.cancelled():
             if entry.put_back:
-                await self.put_back(entry)
-            else:
-                await self._dispatch_again(entry, asyncio.CancelledError("its agent loop was cancelled"))
-            return
+                return self._back(entry)
+            return self._again(entry, asyncio.CancelledError("its agent loop was cancelled"))
         error = entry.task.exception()
         if isinstance(error, self.retryable):
-            await self._dispatch_again(entry, error)
-            return
+            return self._again(entry, error)
         if error is None:
             try:
                 group = entry.task.result()
@@ -170,9 +204,9 @@ class ProduceContext:
                 error = raised
         if error is not None:
             self.fail(error)
-            await self.put_back(entry)
-            return
-        await self._accept(entry, group, verdict)
+            return self._back(entry)
+        errors = [state.error for state in group.states if state.error]
+        return _Received(entry, group, verdict, why=errors[0] if errors else "not valid for training")
 
     def _judged(self, entry: PendingGroup, group: Group) -> Status:
         """Status the group gets, after the filter. Members that cannot be trained are marked FAILED."""
@@ -190,41 +224,64 @@ class ProduceContext:
             elif state.status in (Status.INIT, Status.EXPIRED):
                 # Not generated although it was asked for: it waits for its turn like an interrupted one.
                 state.status = Status.ABORTED
-        if group.status is Status.COMPLETED and not self._is_valid(group):
+        if group.status is Status.COMPLETED and not self.tasks[group.task].strategy.is_valid(group):
             return Status.FILTERED
         return group.status
 
-    def _is_valid(self, group: Group) -> bool:
-        task = self.tasks[group.task]
-        uniform = len({state.reward for state in group.states}) == 1
-        if task.strategy.drop_uniform_rewards and uniform:
-            return False
-        return task.is_valid is None or task.is_valid(group)
+    def _again(self, entry: PendingGroup, error: BaseException) -> _Received:
+        """Its host died: it is dispatched again, but not for ever."""
+        dispatches = self._dispatches[entry.key] + 1
+        if dispatches < MAX_DISPATCHES:
+            log.warning("group %s is dispatched again: %s", entry.key, type(error).__name__)
+            return self._back(entry, dispatches)
+        why = f"its host died {MAX_DISPATCHES} times, last: {error!r:.500}"
+        group = Group(task=entry.key[0], group_id=entry.key[1], states=entry.last_known)
+        return _Received(entry, group, Status.FAILED, why=why)
 
-    async def _accept(self, entry: PendingGroup, group: Group, verdict: Status) -> None:
-        if verdict in (Status.FAILED, Status.FILTERED):
-            self._count(entry, group, verdict)
-            errors = [state.error for state in group.states if state.error]
-            why = errors[0] if errors else "not valid for training"
-            self._drop(entry.key, verdict, why=why)
-            if verdict is Status.FAILED:
-                self._count_failure(entry.key, why)
-            return
-        length = group.num_tokens / len(group.states)
-        result = await self.buffer.put(pack_groups([group]), self.progress.next_consumer_step)
-        self._count(entry, group, verdict)
-        if verdict is Status.COMPLETED:
-            self._dispatches.pop(entry.key, None)
-        if result.status is Status.EXPIRED:
-            self.progress.count_expired(length)
-        if result.stored:
-            self.ledger.stored(entry.key, result.status, staleness=result.staleness, tokens=group.num_tokens)
+    def _back(self, entry: PendingGroup, dispatches: int = 0) -> _Received:
+        """It goes back as it was when it started, to be continued."""
+        states = [replace(state) for state in entry.last_known]
+        for state in states:
+            if state.status is not Status.COMPLETED:
+                state.status = Status.ABORTED
+                state.num_aborts += entry.put_back
+        group = Group(task=entry.key[0], group_id=entry.key[1], states=states)
+        return _Received(entry, group, Status.ABORTED, back=True, dispatches=dispatches)
+
+    async def put_back(self, entries: list[PendingGroup]) -> None:
+        """Put groups into the buffer as they were when they started. Lock held."""
+        await self._store([self._back(entry) for entry in entries])
+
+    # ---------------------------------------------------------------- accounting for them
+
+    def _account_dropped(self, one: _Received) -> None:
+        self._count(one)
+        self._drop(one.entry.key, one.verdict, why=one.why, **group_facts(one.group))
+        if one.verdict is Status.FAILED:
+            self._count_failure(one.entry.key, one.why)
+
+    def _account_stored(self, one: _Received, result: PutResult) -> None:
+        key, facts = one.entry.key, {"staleness": result.staleness, **group_facts(one.group)}
+        if one.back:
+            facts["put_back"] = True
+            if one.dispatches:
+                self._dispatches[key] = one.dispatches
         else:
-            self._drop(entry.key, Status.EXPIRED, staleness=result.staleness, tokens=group.num_tokens)
+            self._count(one)
+        if one.verdict is Status.COMPLETED:
+            self._dispatches.pop(key, None)
+        if result.status is Status.EXPIRED:
+            facts["too_old"] = result.too_old
+        if result.too_old:
+            self.progress.count_expired(one.length)
+        if result.stored:
+            self.ledger.stored(key, result.status, **facts)
+        else:
+            self._drop(key, Status.EXPIRED, **facts)
 
-    def _count(self, entry: PendingGroup, group: Group, verdict: Status) -> None:
-        window, size = self.progress.metrics, len(group.states)
-        before, after = entry.num_tokens, group.num_tokens
+    def _count(self, one: _Received) -> None:
+        window, group, verdict = self.progress.metrics, one.group, one.verdict
+        size, before, after = len(group.states), one.entry.num_tokens, group.num_tokens
         window.produced_tokens += after - before if after >= before else after
         if verdict is Status.FAILED:
             window.failed_samples += size
@@ -233,7 +290,7 @@ class ProduceContext:
             return
         self._failed_in_a_row = 0
         window.produced_samples += size
-        window.group_s.append(self.clock() - entry.started_s)
+        window.group_s.append(self.clock() - one.entry.started_s)
         for state in group.states:
             # Before the filter counts: a curve of what passed it would not show what the policy does.
             window.raw_rewards_sum += state.reward or 0.0
@@ -257,32 +314,6 @@ class ProduceContext:
                 )
             )
 
-    async def _dispatch_again(self, entry: PendingGroup, error: BaseException) -> None:
-        self._dispatches[entry.key] += 1
-        if self._dispatches[entry.key] < MAX_DISPATCHES:
-            log.warning("group %s is dispatched again: %s", entry.key, type(error).__name__)
-            await self.put_back(entry)
-            return
-        self.progress.metrics.failed_samples += len(entry.last_known)
-        why = f"its host died {MAX_DISPATCHES} times, last: {error!r:.500}"
-        self._drop(entry.key, Status.FAILED, why=why)
-        self._count_failure(entry.key, why)
-
-    async def put_back(self, entry: PendingGroup) -> None:
-        """Put a group into the buffer as it was when it started, to be continued. Lock held."""
-        states = [replace(state) for state in entry.last_known]
-        for state in states:
-            if state.status is not Status.COMPLETED:
-                state.status = Status.ABORTED
-                state.num_aborts += entry.put_back
-        group = Group(task=entry.key[0], group_id=entry.key[1], states=states)
-        result = await self.buffer.put(pack_groups([group]), self.progress.next_consumer_step)
-        if result.stored:
-            self.ledger.stored(entry.key, result.status, put_back=True)
-        else:
-            self.progress.count_expired(group.num_tokens / len(states))
-            self._drop(entry.key, Status.EXPIRED, staleness=result.staleness)
-
     # ---------------------------------------------------------------- ageing
 
     async def refresh(self, train_step: int) -> None:
@@ -297,10 +328,9 @@ class ProduceContext:
             else:
                 self._drop(expired.key, Status.EXPIRED)
 
-    async def stocks(self) -> dict[str, dict[Status, int]]:
-        """The buffer's groups by task and status; every task is in it. Lock held."""
-        counts = await self.buffer.counts()
-        return {name: dict(counts.get(name, {})) for name in self.tasks}
+    async def counts(self) -> BufferCounts:
+        """What the buffer holds. Lock held."""
+        return await self.buffer.counts()
 
     # ---------------------------------------------------------------- trained, saved, restored
 
@@ -314,22 +344,19 @@ class ProduceContext:
         await self.buffer.acknowledge(step)
         self.ledger.trained(step)
         self.ledger.flush()
+        self.progress.forget(step)
+        self.pending.changed.notify()  # there is room again
 
     async def state_dict(self, model_step: int | None) -> dict[str, Any]:
         """See Producer.state_dict. Lock held."""
         if self.pending.gate_open or len(self.pending):
-            raise ProductionError(f"pause before saving: {self.describe()}")
+            raise ProductionError(f"pause with mode abort before saving: {self.describe()}")
         if model_step is not None:
             await self.acknowledge(model_step)
-        progress = self.progress.state_dict()
-        for step, groups in self.ledger.open_leases().items():
-            progress["next_consumer_step"] = min(progress["next_consumer_step"], step)
-            for task, count in groups.items():
-                progress["consumed"][task] -= count
         self.ledger.flush()
         return {
             "version": self.version,
-            "progress": progress,
+            "progress": self.progress.state_dict(undone=self.ledger.open_leases()),
             "samplers": {name: task.sampler.state_dict() for name, task in self.tasks.items()},
             "buffer": await self.buffer.state_dict(),
             "ledger": self.ledger.state_dict(),

@@ -24,7 +24,17 @@ from rich.text import Text
 
 from raypost import metrics
 from raypost.config import Config
-from raypost.formatting import MISSING, change, clock, number, percent, score, seconds, size
+from raypost.formatting import (
+    MISSING,
+    change,
+    clock,
+    length_bias,
+    number,
+    percent,
+    score,
+    seconds,
+    size,
+)
 
 PACE_STEPS = 10
 """Steps over which tokens/s and the time left are averaged."""
@@ -220,6 +230,8 @@ def summary(report: Mapping[str, Any], run_dir: Path) -> str:
     if report["error"]:
         lines.append(f"  {report['error']}")
     lines += [f"  {name:<18}{text}" for name, text in rows]
+    if report["length_bias"] and report["length_bias"]["share"]:
+        lines.append(f"  {'length bias':<18}{length_bias(report['length_bias'])}")
     lines += [f"  {'problem':<18}{text}" for text in report["problems"]]
     return "\n".join([*lines, f"  {'report':<18}{run_dir / 'report.html'}"])
 

@@ -5,7 +5,8 @@ RaypostError
 ├── AlignmentError       token arrays of one trajectory disagree in length (also a ValueError)
 ├── JudgeError           a judge could not score; never turned into a reward
 ├── WeightError          weights that arrived differ from what was sent
-│   └── StaleWeightsError    a worker was asked to serve a version it does not hold
+│   ├── StaleWeightsError    a worker was asked to serve a version it does not hold
+│   └── EngineLostError      a worker's process was started again and has no engine yet
 ├── NoWorkersError       no rollout worker came back within its deadline
 ├── ProductionError      production can never deliver the batch that was asked for
 ├── LedgerError          a group changed state in a way the ledger forbids
@@ -40,6 +41,10 @@ class WeightError(RaypostError):
 
 class StaleWeightsError(WeightError):
     """A worker does not hold the version it was asked to serve."""
+
+
+class EngineLostError(WeightError):
+    """A worker's process was started again behind its caller's back: it has no engine yet."""
 
 
 class NoWorkersError(RaypostError):

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
+from typing import Any
 
 MISSING = "–"
 
@@ -78,3 +80,18 @@ def moment(iso: str) -> str:
 def score(value: float | None) -> str:
     """Two decimals."""
     return MISSING if value is None else f"{value:.2f}"
+
+
+def length_bias(bias: Mapping[str, Any]) -> str:
+    """Length bias in a sentence, from `LengthBias.as_dict()`."""
+    kinds = (("dropped", "dropped"), ("regenerated", "generated again"), ("trained", "trained"))
+    parts = [
+        f"{count(bias[kind]['groups'])} {name} ({number(bias[kind]['tokens_mean'])} tokens)"
+        for kind, name in kinds
+        if bias[kind]["groups"] or kind == "trained"
+    ]
+    if len(parts) == 1:
+        return "no group grew too old"
+    ratio = bias["ratio"]
+    lengths = "of unknown length" if ratio is None else f"{number(ratio)} times as long as trained ones"
+    return f"{percent(bias['share'])} of the groups grew too old, {lengths}: {', '.join(parts)}"

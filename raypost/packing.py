@@ -1,16 +1,18 @@
-"""From groups to micro-batches: what is trained, on which rank, in which forward pass.
+"""From samples to micro-batches: on which rank, in which forward pass, at which place of a row.
 
-Owns which trajectories of a batch are trainable, their order, and the padded arrays. Owns no formula: the
-advantages are handed in. Everything is a function of the batch and of the number of ranks, so every rank
-plans the whole batch alone and all plans agree.
+Owns the arrays that a forward pass reads. Owns no formula. Everything is a function of the samples and of the
+number of ranks, so every rank plans the whole minibatch alone and all plans agree.
 
-    groups -> trainable (reasons for the rest) -> advantages -> minibatches -> ranks -> micro-batches
+    samples -> units (a prompt and the responses that share it) -> ranks -> micro-batches -> arrays
 
-Invariants: each trainable trajectory with a gradient is in exactly one micro-batch; a micro-batch has at most
-`max_tokens` padded tokens; every rank has the same number of micro-batches, made up with empty ones, because
-each forward and backward pass may be a collective.
+Packed, a micro-batch is one row without padding, cut into segments whose tokens do not see each other
+(attention.py). Unpacked, it has a row a sample, padded on the right.
 
-Axes: B trajectories of a micro-batch, L its longest input, T its trained tokens, flat, row after row.
+Invariants: each sample is in exactly one micro-batch; a micro-batch has at most `max_tokens` tokens, padding
+included; every rank has the same number of micro-batches, made up with empty ones, because each forward and
+backward pass may be a collective.
+
+Axes: B rows, L positions of a row, T trained tokens, flat, sample after sample.
 """
 
 from __future__ import annotations
@@ -22,179 +24,306 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from raypost.advantage import group_advantages
-from raypost.types import Group, GroupKey, RolloutState, Status
+from raypost.train_batch import Sample
+from raypost.train_config import TrainConfig
+
+_UNEVEN = 1.05
+"""Load of the busiest rank over the mean, above which a unit is split."""
 
 
 @dataclass(frozen=True, slots=True)
-class Sample:
-    """One trainable trajectory and its advantage."""
+class Segment:
+    """Tokens `start` to `start + length` of a row, which also see `prefix_start` to + `prefix_length`."""
 
-    state: RolloutState
-    advantage: float
-
-    @property
-    def key(self) -> GroupKey:
-        return (self.state.task, self.state.group_id)
-
-    @property
-    def num_inputs(self) -> int:
-        """Tokens the model reads: all but the last, which predicts nothing that is trained."""
-        return len(self.state.prompt_ids) + len(self.state.response_ids) - 1
-
-    @property
-    def num_trained(self) -> int:
-        """Tokens that count in the loss's normaliser."""
-        return int(np.count_nonzero(self.state.response_mask))
+    start: int
+    length: int
+    prefix_start: int = 0
+    prefix_length: int = 0
 
 
 @dataclass(frozen=True, slots=True)
-class TrainBatch:
-    """What of a batch is trained, a list of samples per minibatch, and why the rest is not."""
+class PackingRule:
+    """How samples become micro-batches."""
 
-    minibatches: list[list[Sample]]
-    left_out: list[str]
+    max_tokens: int
+    packed: bool = True
+    share_prompts: bool = True
+    pair_cost: float = 0.0
+    """Time of one pair of tokens in all attention layers, in times of one token in all other layers."""
 
-    @property
-    def samples(self) -> list[Sample]:
-        """Of all minibatches."""
-        return [sample for minibatch in self.minibatches for sample in minibatch]
+
+def packing_rule(train: TrainConfig, pair_cost: float) -> PackingRule:
+    """As the configuration says; `pair_cost`: of the model."""
+    return PackingRule(train.micro_batch_tokens, train.packing, train.share_prompts == "auto", pair_cost)
 
 
 @dataclass(frozen=True, slots=True)
 class MicroBatch:
     """One forward pass. `samples` is empty for a filler, whose T is 0.
 
-    Row b of `input_ids_BL` is a prompt and its response, padded on the right: under causal attention no real
-    token sees padding, so no mask is needed. `index_T` = b * L + position of the token *before* each trained
-    one: where the model predicts it.
+    Trained token t is predicted at `index_T[t]` = b * L + position of the token *before* it. Under causal
+    attention no real token sees the padding on its right, so an unpacked row needs no mask.
     """
 
     samples: tuple[Sample, ...]
     input_ids_BL: NDArray[np.int64]
+    segments: tuple[Segment, ...] | None
+    """Of the one row, in order and without gaps; None: unpacked."""
     index_T: NDArray[np.int64]
     targets_T: NDArray[np.int64]
+    places_T: NDArray[np.int64]
+    """In the batch's columns."""
+    sample_T: NDArray[np.int64]
+    """Which of `samples`."""
     rollout_logprobs_T: NDArray[np.float32]
     policy_versions_T: NDArray[np.int32]
-    advantages_T: NDArray[np.float32]
     temperatures_T: NDArray[np.float32]
+    top_p_T: NDArray[np.float32] | None
+    """None, as top_k_T, where neither cuts anything."""
+    top_k_T: NDArray[np.int64] | None
 
     @property
     def num_trained(self) -> int:
         return len(self.targets_T)
 
+    @property
+    def num_inputs(self) -> int:
+        """Tokens the model computes, padding included."""
+        return self.input_ids_BL.size
 
-def plan_batch(groups: Sequence[Group], advantage: str, num_minibatches: int) -> TrainBatch:
-    """Split the groups in their order into minibatches of trainable samples with advantages.
 
-    A trajectory without a finite reward, with a status other than COMPLETED, without a trained token or with
-    logprobs that are not finite is left out; so is a group of which fewer than 2 are left.
+def attention_pairs(length: int, prefix: int = 0) -> float:
+    """Pairs of tokens whose attention is computed for a segment: its cost but for a constant.
+
+    With a mask it is the rectangle of queries and keys; the square of all tokens without one takes less than
+    its area, since what lies after the diagonal is skipped. The cheaper of both is chosen (attention.py).
     """
-    left_out: list[str] = []
-    minibatches: list[list[Sample]] = []
-    for part in np.array_split(np.arange(len(groups)), num_minibatches):
-        samples: list[Sample] = []
-        for i in part:
-            samples += _group_samples(groups[i], advantage, left_out)
-        minibatches.append(samples)
-    return TrainBatch(minibatches, left_out)
+    return min(float(length * (prefix + length)), CAUSAL_SHARE * (prefix + length) ** 2)
 
 
-def _group_samples(group: Group, advantage: str, left_out: list[str]) -> list[Sample]:
-    states = []
-    for state in group.states:
-        reason = _untrainable(state)
-        if reason is None:
-            states.append(state)
-        else:
-            left_out.append(f"group {group.key} sample {state.sample_index}: {reason}")
-    if len(states) < 2:
-        left_out.append(f"group {group.key}: {len(states)} trainable of {len(group.states)}, 2 are needed")
-        return []
-    rewards = np.asarray([state.reward for state in states], np.float64)
-    advantages = group_advantages(advantage, rewards, [len(states)])
-    return [Sample(state, float(value)) for state, value in zip(states, advantages, strict=True)]
+CAUSAL_SHARE = 0.6
+"""Share of a square of pairs that attention without a mask takes on CPU, in long rows."""
 
 
-def _untrainable(state: RolloutState) -> str | None:
-    if state.status is not Status.COMPLETED:
-        return f"status is {state.status}" + (f" ({state.error})" if state.error else "")
-    if state.reward is None or not np.isfinite(state.reward):
-        return f"reward is {state.reward}"
-    if not len(state.prompt_ids):
-        return "the prompt is empty"
-    if not state.response_mask.any():
-        return "no token is trained"
-    if not np.isfinite(state.logprobs[state.response_mask]).all():
-        return "a trained token's logprob is not finite"
-    return None
+@dataclass(frozen=True, slots=True)
+class Unit:
+    """Samples whose prompt is computed once: they must be in one micro-batch. One sample: shares nothing."""
+
+    samples: tuple[Sample, ...]
+
+    @property
+    def tokens(self) -> int:
+        prompt = len(self.samples[0].state.prompt_ids)
+        return prompt + sum(sample.num_inputs - prompt for sample in self.samples)
+
+    def cost(self, rule: PackingRule) -> float:
+        """Of its forward pass, in tokens."""
+        if len(self.samples) == 1:
+            return self.tokens + rule.pair_cost * attention_pairs(self.tokens)
+        prompt = len(self.samples[0].state.prompt_ids)
+        pairs = attention_pairs(prompt)
+        pairs += sum(attention_pairs(sample.num_inputs - prompt, prompt) for sample in self.samples)
+        return self.tokens + rule.pair_cost * pairs
 
 
-def plan_micro_batches(lengths: Sequence[int], world_size: int, max_tokens: int) -> list[list[list[int]]]:
-    """Sample indices by [rank][micro-batch]: balanced by tokens, sorted by length, equally many everywhere.
+def make_units(samples: Sequence[Sample], rule: PackingRule) -> list[Unit]:
+    """Samples of a group with the same prompt together, where that costs less than each for itself.
 
-    Longest first, each sample goes to the rank with the fewest tokens so far; a rank's samples are then cut
-    where the padded size would pass `max_tokens`. An empty list is a filler. Raises ValueError naming a
-    sample that is longer than `max_tokens`.
+    Raises ValueError naming a sample that is longer than `max_tokens`.
     """
-    order = sorted(range(len(lengths)), key=lambda i: (-lengths[i], i))
-    if order and lengths[order[0]] > max_tokens:
-        raise ValueError(
-            f"sample {order[0]} has {lengths[order[0]]} tokens, more than micro_batch_tokens {max_tokens}"
-        )
-    load = [(0, rank) for rank in range(world_size)]
-    ranks: list[list[list[int]]] = [[] for _ in range(world_size)]
-    for i in order:
-        tokens, rank = heapq.heappop(load)
-        heapq.heappush(load, (tokens + lengths[i], rank))
-        batches = ranks[rank]
-        if batches and (len(batches[-1]) + 1) * lengths[batches[-1][0]] <= max_tokens:
-            batches[-1].append(i)
+    for sample in samples:
+        if sample.num_inputs > rule.max_tokens:
+            raise ValueError(
+                f"group {sample.key} sample {sample.state.sample_index} has {sample.num_inputs} tokens, more than "
+                f"train.micro_batch_tokens {rule.max_tokens}: raise it"
+            )
+    alone = [Unit((sample,)) for sample in samples]
+    if not (rule.packed and rule.share_prompts):
+        return alone
+    siblings: dict[object, list[Sample]] = {}
+    for sample in samples:
+        siblings.setdefault((sample.key, sample.state.prompt_ids.tobytes()), []).append(sample)
+    units = []
+    for members in siblings.values():
+        for part in _fitting(members, rule.max_tokens):
+            shared, single = Unit(tuple(part)), [Unit((sample,)) for sample in part]
+            pays = shared.cost(rule) < sum(unit.cost(rule) for unit in single)
+            units += [shared] if pays else single
+    return units
+
+
+def _fitting(members: list[Sample], max_tokens: int) -> list[list[Sample]]:
+    """Siblings in parts that fit one micro-batch each."""
+    prompt = len(members[0].state.prompt_ids)
+    parts: list[list[Sample]] = []
+    used = 0
+    for sample in members:
+        added = sample.num_inputs - prompt
+        if parts and used + added <= max_tokens:
+            parts[-1].append(sample)
+            used += added
         else:
-            batches.append([i])
+            parts.append([sample])
+            used = prompt + added
+    return parts
+
+
+def spread(units: Sequence[Unit], world_size: int, rule: PackingRule) -> list[list[Unit]]:
+    """Units by rank, balanced by cost: costliest first, each to the rank with the least so far.
+
+    While a rank has far more than the mean, its largest unit of several samples is split in two.
+    """
+    units = list(units)
+    while True:
+        ranks, loads = _assigned(units, world_size, rule)
+        busiest = max(range(world_size), key=loads.__getitem__)
+        shared = [unit for unit in ranks[busiest] if len(unit.samples) > 1]
+        if loads[busiest] * world_size <= _UNEVEN * sum(loads) or not shared:
+            return ranks
+        largest = max(shared, key=lambda unit: unit.cost(rule))
+        halves = _halves(largest)
+        split = [unit for unit in units if unit is not largest] + halves
+        if max(_assigned(split, world_size, rule)[1]) >= loads[busiest]:
+            return ranks
+        units = split
+
+
+def _assigned(
+    units: Sequence[Unit], world_size: int, rule: PackingRule
+) -> tuple[list[list[Unit]], list[float]]:
+    costs = [unit.cost(rule) for unit in units]
+    heap = [(0.0, rank) for rank in range(world_size)]
+    ranks: list[list[Unit]] = [[] for _ in range(world_size)]
+    loads = [0.0] * world_size
+    for i in sorted(range(len(units)), key=lambda i: (-costs[i], i)):
+        load, rank = heapq.heappop(heap)
+        loads[rank] = load + costs[i]
+        heapq.heappush(heap, (loads[rank], rank))
+        ranks[rank].append(units[i])
+    return ranks, loads
+
+
+def _halves(unit: Unit) -> list[Unit]:
+    order = sorted(unit.samples, key=lambda sample: -sample.num_inputs)
+    return [Unit(tuple(order[0::2])), Unit(tuple(order[1::2]))]
+
+
+def fill(units: Sequence[Unit], rule: PackingRule) -> list[list[Unit]]:
+    """One rank's units in micro-batches of at most `max_tokens`: largest first, each where it fits first.
+
+    Unpacked, a micro-batch takes as much as its longest sample times their number.
+    """
+    batches: list[list[Unit]] = []
+    used: list[int] = []
+    for unit in sorted(units, key=lambda unit: -unit.tokens):
+        for i, batch in enumerate(batches):
+            size = used[i] + unit.tokens if rule.packed else (len(batch) + 1) * batch[0].tokens
+            if size <= rule.max_tokens:
+                batch.append(unit)
+                used[i] = size
+                break
+        else:
+            batches.append([unit])
+            used.append(unit.tokens)
+    return batches
+
+
+def plan_micro_batches(
+    samples: Sequence[Sample], world_size: int, rule: PackingRule
+) -> list[list[list[Unit]]]:
+    """Units by [rank][micro-batch], equally many on every rank and at least one. An empty list is a filler."""
+    ranks = [fill(units, rule) for units in spread(make_units(samples, rule), world_size, rule)]
     most = max(1, *map(len, ranks))
     for batches in ranks:
         batches.extend([] for _ in range(most - len(batches)))
     return ranks
 
 
-def micro_batches(samples: Sequence[Sample], rank: int, world_size: int, max_tokens: int) -> list[MicroBatch]:
-    """This rank's micro-batches of one minibatch, at least one, equally many on every rank.
-
-    A sample with advantage 0 is not computed: its loss and its gradient are exactly 0, and it counts in the
-    normaliser, which is the caller's.
-    """
-    active = [sample for sample in samples if sample.advantage != 0.0]
-    plan = plan_micro_batches([sample.num_inputs for sample in active], world_size, max_tokens)[rank]
-    return [_build([active[i] for i in part]) for part in plan]
+def micro_batches(
+    samples: Sequence[Sample], rank: int, world_size: int, rule: PackingRule
+) -> list[MicroBatch]:
+    """This rank's micro-batches of one minibatch, at least one, equally many on every rank."""
+    build = _packed if rule.packed else _padded
+    return [build(units) for units in plan_micro_batches(samples, world_size, rule)[rank]]
 
 
-def _build(samples: list[Sample]) -> MicroBatch:
+def _packed(units: list[Unit]) -> MicroBatch:
+    """One row: every unit is its prompt and then its responses; a unit of one sample is one segment."""
+    ids: list[NDArray[np.int32]] = []
+    segments: list[Segment] = []
+    index: list[NDArray[np.int64]] = []
+    samples: list[Sample] = []
+    at = 0
+
+    def append(tokens: NDArray[np.int32], prefix: tuple[int, int] = (0, 0)) -> None:
+        nonlocal at
+        if len(tokens):
+            segments.append(Segment(at, len(tokens), *prefix))
+            ids.append(tokens)
+            at += len(tokens)
+
+    for unit in units:
+        prompt_ids, start = unit.samples[0].state.prompt_ids, at
+        prompt = len(prompt_ids)
+        if len(unit.samples) > 1:
+            append(prompt_ids)
+        for sample in unit.samples:
+            response_ids = sample.state.response_ids[:-1]
+            if len(unit.samples) == 1:
+                append(np.concatenate([prompt_ids, response_ids]))
+                before = start + prompt - 1 + sample.trained
+            else:
+                # The first token of each response is predicted at the prompt's last, which they share.
+                before = np.where(sample.trained == 0, start + prompt - 1, at + sample.trained - 1)
+                append(response_ids, (start, prompt))
+            index.append(before)
+            samples.append(sample)
+    if not units:
+        append(np.zeros(1, np.int32))
+    row_L = np.concatenate(ids).astype(np.int64)
+    return _micro_batch(samples, row_L[None], tuple(segments), index)
+
+
+def _padded(units: list[Unit]) -> MicroBatch:
+    samples = [sample for unit in units for sample in unit.samples]
     longest = max((sample.num_inputs for sample in samples), default=1)
     input_ids_BL = np.zeros((max(1, len(samples)), longest), np.int64)
-    index, targets, logprobs, versions, advantages, temperatures = [], [], [], [], [], []
+    index = []
     for row, sample in enumerate(samples):
-        state = sample.state
-        ids = np.concatenate([state.prompt_ids, state.response_ids])
+        ids = np.concatenate([sample.state.prompt_ids, sample.state.response_ids])
         input_ids_BL[row, : sample.num_inputs] = ids[:-1]
-        trained = np.flatnonzero(state.response_mask)
-        index.append(row * longest + len(state.prompt_ids) + trained - 1)
-        targets.append(state.response_ids[trained])
-        logprobs.append(state.logprobs[trained])
-        versions.append(state.policy_versions[trained])
-        advantages.append(np.full(len(trained), sample.advantage))
-        temperatures.append(np.full(len(trained), state.sample_params.temperature))
+        index.append(row * longest + len(sample.state.prompt_ids) + sample.trained - 1)
+    return _micro_batch(samples, input_ids_BL, None, index)
 
+
+def _micro_batch(
+    samples: list[Sample],
+    input_ids_BL: NDArray[np.int64],
+    segments: tuple[Segment, ...] | None,
+    index: list[NDArray[np.int64]],
+) -> MicroBatch:
     def flat(parts: list[NDArray], dtype: type) -> NDArray:
         return np.concatenate([np.empty(0), *parts]).astype(dtype)
 
+    states = [(sample.state, sample.state.response_mask) for sample in samples]
+    params = [state.sample_params for state, _ in states]
+    counts = [len(one) for one in index]
+
+    def each(values: list, dtype: type) -> NDArray:
+        return np.repeat(np.asarray(values, dtype), counts)
+
+    cut = any(one.top_p < 1 or one.top_k > 0 for one in params)
     return MicroBatch(
         samples=tuple(samples),
         input_ids_BL=input_ids_BL,
+        segments=segments,
         index_T=flat(index, np.int64),
-        targets_T=flat(targets, np.int64),
-        rollout_logprobs_T=flat(logprobs, np.float32),
-        policy_versions_T=flat(versions, np.int32),
-        advantages_T=flat(advantages, np.float32),
-        temperatures_T=flat(temperatures, np.float32),
+        targets_T=flat([state.response_ids[mask] for state, mask in states], np.int64),
+        places_T=flat([sample.places for sample in samples], np.int64),
+        sample_T=np.repeat(np.arange(len(samples)), counts),
+        rollout_logprobs_T=flat([state.logprobs[mask] for state, mask in states], np.float32),
+        policy_versions_T=flat([state.policy_versions[mask] for state, mask in states], np.int32),
+        temperatures_T=each([one.temperature for one in params], np.float32),
+        top_p_T=each([one.top_p for one in params], np.float32) if cut else None,
+        top_k_T=each([one.top_k for one in params], np.int64) if cut else None,
     )

@@ -13,14 +13,21 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from raypost.checks import CONFIG_FILE, identity, model_problems, run_dir_problems, source_problems
-from raypost.config import Config, TaskConfig
+from raypost.config import Config
 from raypost.errors import ClusterError, ConfigError
-from raypost.progress import allocate
-from raypost.protocols import TaskLimits
 from raypost.resources import Bundle, ClusterResources, bundles, describe, name_problems, place, shortages
-from raypost.strategy import AsyncProduceStrategy, build_strategy, oversample_budget
+from raypost.schedule import (
+    Bound,
+    bound,
+    horizon,
+    schedule_problems,
+    shares,
+    started_at_once,
+    strategy_warnings,
+    task_limits,
+)
 
-__all__ = ["Bundle", "ClusterResources", "Plan", "bundles", "check", "fingerprint", "task_limits"]
+__all__ = ["Bound", "Bundle", "ClusterResources", "Plan", "bundles", "check", "fingerprint"]
 
 
 @dataclass(slots=True, kw_only=True, frozen=True)
@@ -32,21 +39,6 @@ class Placement:
     count: int
     resources: str
     nodes: str
-
-
-@dataclass(slots=True, kw_only=True, frozen=True)
-class Bound:
-    """How old one task's data may be: expired, and never trained, from `threshold` train steps on."""
-
-    task: str
-    strategy: str
-    threshold: int
-    rule: str
-    """How the threshold comes about."""
-    oldest: str
-    """The oldest data that is trained."""
-    beyond: str
-    """What becomes of older data."""
 
 
 @dataclass(slots=True, kw_only=True, frozen=True)
@@ -71,7 +63,7 @@ def check(config: Config, *, cluster: ClusterResources | None = None) -> Plan:
     Raises ConfigError listing all problems at once; ClusterError if the cluster's resources are the only one.
     """
     problems = [*name_problems(config), *model_problems(config), *source_problems(config)]
-    problems += run_dir_problems(config)
+    problems += [*run_dir_problems(config), *schedule_problems(config)]
     lacking = shortages(config, cluster) if cluster else []
     if cluster and not cluster.elastic:
         problems += lacking
@@ -84,7 +76,7 @@ def check(config: Config, *, cluster: ClusterResources | None = None) -> Plan:
         resumes=(config.run_dir / CONFIG_FILE).exists(),
         fingerprint=fingerprint(config),
         placement=tuple(_placement(config, homes)),
-        staleness=tuple(_bound(task, config) for task in config.tasks),
+        staleness=tuple(bound(task, config) for task in config.tasks),
         batch=tuple(_batch(config).items()),
         transport=_transport(config),
         warnings=tuple([*_warnings(config), *_cluster_warnings(config, cluster, lacking, homes)]),
@@ -94,15 +86,6 @@ def check(config: Config, *, cluster: ClusterResources | None = None) -> Plan:
 def fingerprint(config: Config) -> str:
     """Identity of a run: equal for configurations that differ only in where its files lie."""
     return hashlib.sha256(json.dumps(identity(config), sort_keys=True).encode()).hexdigest()[:16]
-
-
-def task_limits(config: Config) -> dict[str, TaskLimits]:
-    """How the replay buffer ages each task's groups."""
-    return {task.name: _strategy(task, config).limits for task in config.tasks}
-
-
-def _strategy(task: TaskConfig, config: Config) -> AsyncProduceStrategy:
-    return build_strategy(task.strategy, config.sync.sync_weights_interval)
 
 
 def _placement(config: Config, homes: dict[str, str]) -> list[Placement]:
@@ -121,48 +104,20 @@ def _placement(config: Config, homes: dict[str, str]) -> list[Placement]:
     ]
 
 
-def _bound(task: TaskConfig, config: Config) -> Bound:
-    limits, interval = _strategy(task, config).limits, config.sync.sync_weights_interval
-    threshold = limits.stale_threshold
-    steps = "on-policy" if threshold == 1 else f"{threshold - 1} step{'s' * (threshold > 2)} old"
-    return Bound(
-        task=task.name,
-        strategy=task.strategy.kind,
-        threshold=threshold,
-        rule=f"(max_staleness {threshold // interval - 1} + 1) x sync_weights_interval {interval}",
-        oldest=f"staleness {threshold - 1}: {steps}",
-        beyond="generated again" if limits.retry else "dropped",
-    )
-
-
-def _started_at_once(task: TaskConfig, groups: int) -> int:
-    """Groups of a task in flight at once, at most: its share of a batch and what is sampled beyond it."""
-    ahead = task.strategy.over_sample_threshold if task.strategy.kind == "async" else 0.0
-    return groups + oversample_budget(ahead, groups)
-
-
 def _requests(config: Config) -> int:
     """Trajectories in flight at once, at most."""
-    shares = _shares(config)
-    return sum(_started_at_once(task, shares[task.name]) * task.group_size for task in config.tasks)
-
-
-def _shares(config: Config) -> dict[str, int]:
-    return allocate(config.train.batch_size, {task.name: task.weight for task in config.tasks})
+    groups = shares(config)
+    return sum(started_at_once(task, groups[task.name], config) * task.group_size for task in config.tasks)
 
 
 def _batch(config: Config) -> dict[str, str]:
-    train, rollout, shares = config.train, config.rollout, _shares(config)
-    samples = sum(shares[task.name] * task.group_size for task in config.tasks)
-    tokens = sum(shares[task.name] * task.group_size * task.max_tokens for task in config.tasks)
-    # Synchronous tasks wait for the consumer, step by step.
-    steps_ahead = max(
-        _strategy(task, config).stale_threshold if task.strategy.kind == "async" else 1
-        for task in config.tasks
-    )
+    train, rollout, groups = config.train, config.rollout, shares(config)
+    samples = sum(groups[task.name] * task.group_size for task in config.tasks)
+    tokens = sum(groups[task.name] * task.group_size * task.max_tokens for task in config.tasks)
+    steps_ahead = max(horizon(task, config) for task in config.tasks)
     slots = rollout.num_workers * rollout.max_num_seqs
     groups_a_minibatch = train.batch_size // train.num_minibatches
-    split = ", ".join(f"{shares[task.name]} of {task.name} x {task.group_size}" for task in config.tasks)
+    split = ", ".join(f"{groups[task.name]} of {task.name} x {task.group_size}" for task in config.tasks)
     return {
         "groups a train step": f"{train.batch_size} ({split})",
         "trajectories a train step": f"{samples}, at most {tokens} response tokens",
@@ -185,9 +140,7 @@ def _transport(config: Config) -> str:
 def _warnings(config: Config) -> list[str]:
     rollout, train, warnings = config.rollout, config.train, []
     for task in config.tasks:
-        warnings += [
-            f"task {task.name!r}: {text}" for text in _strategy_warnings(task, _shares(config)[task.name])
-        ]
+        warnings += [f"task {task.name!r}: {text}" for text in strategy_warnings(task, config)]
     slots, requests = rollout.num_workers * rollout.max_num_seqs, _requests(config)
     if requests < slots // 2:
         warnings.append(
@@ -195,41 +148,17 @@ def _warnings(config: Config) -> list[str]:
         )
     if requests > 4 * slots:
         warnings.append(f"up to {requests} requests wait for {slots} slots: raise rollout.max_num_seqs")
-    if train.importance_cap is None and any(
-        _strategy(task, config).stale_threshold > 1 for task in config.tasks
-    ):
+    thresholds = [limits.stale_threshold for limits in task_limits(config).values()]
+    correction = train.correction
+    uncorrected = correction.weight is None and correction.reject is None and correction.proximal != "rollout"
+    if uncorrected and any(one is None or one > 1 for one in thresholds):
         warnings.append(
-            "importance_cap is null although trained data may be stale: its mismatch stays uncorrected"
+            "train.correction has neither weight nor reject although trained data may be stale: its mismatch "
+            "stays uncorrected"
         )
     if config.device == "cuda" and config.model.dtype == "float32":
         warnings.append(
             "model.dtype is float32 on GPUs: bfloat16 takes half the memory and is several times faster"
-        )
-    return warnings
-
-
-def _strategy_warnings(task: TaskConfig, groups: int) -> list[str]:
-    strategy, warnings = task.strategy, []
-    if task.weight > 0 and groups == 0:
-        warnings.append("its weight is so small that no group of a batch is its own")
-    if strategy.kind == "sync":
-        unused = {"max_staleness", "over_sample_threshold"} & strategy.model_fields_set
-        return [*warnings, *(f"strategy 'sync' does not use {name}" for name in sorted(unused))]
-    if strategy.max_staleness > 0 and not strategy.enable_partial_rollout:
-        warnings.append(
-            f"max_staleness is {strategy.max_staleness} without partial rollout: a sync throws away what is "
-            "half generated, and long responses suffer most; set enable_partial_rollout: true"
-        )
-    if strategy.over_sample_threshold > 1:
-        warnings.append(
-            f"over_sample_threshold {strategy.over_sample_threshold:g} starts "
-            f"{_started_at_once(task, groups)} groups for {groups}: the rest waits in the buffer and grows "
-            "stale; 0 to 1 is usual"
-        )
-    if strategy.tail_batch_trigger_size > groups:
-        warnings.append(
-            f"tail_batch_trigger_size {strategy.tail_batch_trigger_size} exceeds its {groups} groups a "
-            "batch: expired groups wait long before they are generated again"
         )
     return warnings
 

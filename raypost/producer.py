@@ -26,11 +26,14 @@ from collections.abc import Callable, Sequence
 from enum import Enum, auto
 from typing import Any
 
+from raypost.allocation import WeightFunction
+from raypost.config import PauseMode
 from raypost.context import ProduceContext, TaskRuntime
-from raypost.errors import ProductionError, WaitTimeoutError
+from raypost.drain import CANCEL_GRACE_S, Drain
+from raypost.errors import ConfigError, ProductionError, WaitTimeoutError
 from raypost.ledger import Ledger
 from raypost.packed import PackedGroups
-from raypost.protocols import Buffer, RolloutControl, TakeStatus
+from raypost.protocols import Buffer, BufferCounts, RolloutControl, TakeStatus
 from raypost.take import Take, take_again, try_take
 from raypost.types import GroupCounts, ProduceBatchStatus, Status
 
@@ -38,10 +41,6 @@ __all__ = ["Producer", "TaskRuntime"]
 
 log = logging.getLogger(__name__)
 
-PAUSE_RESEND_S = 5.0
-"""An abort can miss a request that was on its way: it is sent again this often until all is drained."""
-CANCEL_GRACE_S = 5.0
-"""How long a cancelled group may take to end before it is left behind."""
 LOG_WAIT_S = 60.0
 """A consumer that waits says so this often."""
 
@@ -49,14 +48,24 @@ LOG_WAIT_S = 60.0
 class _Pass(Enum):
     """How one pass of production ended."""
 
-    COMPLETE = auto()
-    """The step has all its groups; the next one may be begun."""
-    LACKING = auto()
-    """Groups are missing and in flight."""
-    AHEAD = auto()
+    DONE = auto()
     """Nothing to do before the consumer or the weights move."""
+    LACKING = auto()
+    """Groups are missing and in flight, or there is no room for them."""
     CLOSED = auto()
     """Paused, or ended by a failure."""
+
+
+@dataclasses.dataclass(slots=True, frozen=True)
+class _Round:
+    """How far one task came in a pass."""
+
+    lacks: bool
+    """Groups it was asked for are missing."""
+    stopped: bool
+    """It has all that its staleness bound allows."""
+    waits: bool
+    """It waits for the consumer."""
 
 
 class Producer:
@@ -71,26 +80,37 @@ class Producer:
         *,
         batch_size: int,
         pause_timeout_s: float,
+        pause_mode: PauseMode = "abort",
         take_timeout_s: float = 3600.0,
+        weights: WeightFunction | None = None,
         retryable: tuple[type[BaseException], ...] = (),
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`batch_size` counts groups over all tasks. `retryable` are errors that mean "the process that ran
-        the group died". Paused until the first `resume`."""
+        """`batch_size` counts groups over all tasks. `weights` changes the tasks' scheduled weights. `retryable`
+        are errors that mean "the process that ran the group died". Paused until the first `resume`."""
         self._context = ProduceContext(
-            tasks, buffer, ledger, batch_size=batch_size, retryable=retryable, clock=clock
+            tasks, buffer, ledger, batch_size=batch_size, weights=weights, retryable=retryable, clock=clock
         )
-        self._control = control
-        self._pause_timeout_s, self._take_timeout_s = pause_timeout_s, take_timeout_s
+        self._drain = Drain(self._context, control, pause_timeout_s)
+        self._control, self._pause_mode, self._take_timeout_s = control, pause_mode, take_timeout_s
         self._transition = asyncio.Lock()
-        self._round: tuple[int, dict[str, bool]] = (0, {})
+        self._tails: dict[str, tuple[int, bool]] = {}
         self._running = False
         self._last_take: TakeStatus | None = None
 
     # ---------------------------------------------------------------- production
 
     async def run(self) -> None:
-        """Produce for ever. Raises, with its own traceback, whatever made production impossible."""
+        """Produce for ever. Raises, with its own traceback, whatever made production impossible.
+
+        Raises ConfigError for a task whose rounds may end early: the consumer would wait for the rest.
+        """
+        early = [name for name, task in self._context.tasks.items() if task.strategy.may_end_early]
+        if early:
+            raise ConfigError(
+                f"tasks {early} set should_continue, which would starve a consumer that waits for whole batches: "
+                "use it only where produce_batch is called once a step"
+            )
         if self._running:
             raise ProductionError("production is running already; one `run` serves all tasks")
         self._running = True
@@ -98,10 +118,10 @@ class Producer:
         try:
             while True:
                 seen = changed.count
-                outcome = await self._context.locked(self._pass)
+                await self._context.locked(self._pass)
                 self._context.raise_failure()
-                if outcome is not _Pass.COMPLETE:
-                    await changed.wait(seen)
+                self._context.ledger.flush()
+                await changed.wait(seen)
         except BaseException as error:
             self._context.fail(error)
             raise
@@ -118,69 +138,84 @@ class Producer:
             seen = changed.count
             outcome = await context.locked(lambda: self._pass(last_step=step))
             context.raise_failure()
-            if outcome in (_Pass.AHEAD, _Pass.CLOSED):
+            if outcome is not _Pass.LACKING:
                 return context.status
-            if outcome is _Pass.LACKING:
-                await changed.wait(seen)
+            await changed.wait(seen)
 
     async def _pass(self, last_step: int | None = None) -> _Pass:
         """Receive what finished and start what is missing. Lock held. No step after `last_step` is begun.
 
         Targets are absolute, so an interrupted pass is simply done again, and groups that expired later are
-        missing again. At the staleness bound no new step is begun, but what earlier ones lack is produced.
+        missing again. Each task runs as far ahead as its own bound allows.
         """
         context = self._context
-        progress, tasks = context.progress, context.tasks
         await context.settle()
         if not context.pending.gate_open or context.failure is not None:
             return _Pass.CLOSED
-        assert context.version is not None, "the gate is opened by resume, which sets the version"
-        step, allocation, version = progress.producer_future_step, context.allocation, context.version
-        active = [task for name, task in tasks.items() if allocation[name] > 0]
-        expired = any(task.strategy.is_production_expired(step, version) for task in active)
-        waiting = last_step is not None and step > last_step
-        waiting |= any(task.strategy.waits_for_consumer(step, progress.next_consumer_step) for task in active)
-        if not expired and not waiting:
-            progress.ensure_target_upto(step, allocation)
-        lacking = await self._fill(allocation)
-        stopped = expired and not waiting and not lacking
+        counts = await context.counts()
+        rounds = [await self._produce(task, counts, last_step) for task in context.tasks.values()]
+        lacking = any(one.lacks for one in rounds)
+        stopped = not lacking and any(one.stopped for one in rounds) and not any(one.waits for one in rounds)
         context.set_status(ProduceBatchStatus.EXPIRED_BATCH if stopped else ProduceBatchStatus.NORMAL)
-        if lacking:
-            return _Pass.LACKING
-        if expired or waiting:
-            return _Pass.AHEAD
-        progress.advance_future_step()
-        return _Pass.COMPLETE
+        return _Pass.LACKING if lacking else _Pass.DONE
 
-    async def _fill(self, allocation: dict[str, int]) -> bool:
-        """Start what the targets lack; True while any task lacks groups."""
-        context, progress = self._context, self._context.progress
-        stocks = await context.stocks()
-        tails = self._tails(stocks)
-        lacking = False
-        for name, task in context.tasks.items():
-            available = progress.consumed[name] + stocks[name].get(Status.COMPLETED, 0)
-            lacking |= available < progress.target[name]
-            plan = task.strategy.plan(
-                target=progress.target[name],
-                available=available,
-                pending=context.pending.num_of(name),
-                task_batch_size=allocation[name],
-                tail_batch=tails[name],
-            )
-            await context.spawn(task, plan, stocks[name])
-        return lacking
+    async def _produce(self, task: TaskRuntime, counts: BufferCounts, last_step: int | None) -> _Round:
+        """Bring one task as far ahead as it may be, and start what it lacks there."""
+        context, progress, strategy = self._context, self._context.progress, task.strategy
+        name, version = task.config.name, context.version
+        assert version is not None, "the gate is opened by resume, which sets the version"
+        stock = dict(counts.groups.get(name, {}))
+        available = progress.available(name, stock.get(Status.COMPLETED, 0))
+        while True:
+            step = progress.producer_future_step[name]
+            expired = strategy.is_production_expired(step, version)
+            waits = strategy.waits_for_consumer(step, progress.next_consumer_step)
+            waits |= last_step is not None and step > last_step
+            if not expired and not waits:
+                progress.ensure_target_upto(name, step)
+            lacks = self._lacks(task, available)
+            if expired or waits or (lacks and not strategy.paces):
+                break
+            progress.advance_future_step(name)
+        tail = self._tail(task, stock)
+        if lacks or strategy.paces:
+            await self._start(task, counts, stock, available, tail)
+        stopped = expired and not waits and not lacks and progress.target[name] > 0
+        return _Round(lacks=lacks, stopped=stopped, waits=waits and not expired)
 
-    def _tails(self, stocks: dict[str, dict[Status, int]]) -> dict[str, bool]:
-        """Which tasks produce a tail batch in this round; decided when a round begins, not in the middle."""
-        step = self._context.progress.producer_future_step
-        if self._round[0] != step:
-            tails = {
-                name: task.strategy.starts_tail_batch(stocks[name].get(Status.EXPIRED, 0))
-                for name, task in self._context.tasks.items()
-            }
-            self._round = (step, tails)
-        return self._round[1]
+    def _lacks(self, task: TaskRuntime, available: int) -> bool:
+        """Whether a task's round goes on: its target is not met, nor ended early by the user's function."""
+        progress, name = self._context.progress, task.config.name
+        step, missing = progress.target_upto[name], progress.target[name] - available
+        if step == 0 or not task.strategy.may_end_early:
+            return missing > 0
+        share = progress.allocation(step)[name]
+        return task.strategy.should_continue(share - missing, share)
+
+    async def _start(
+        self, task: TaskRuntime, counts: BufferCounts, stock: dict[Status, int], available: int, tail: bool
+    ) -> None:
+        context, progress, name = self._context, self._context.progress, task.config.name
+        step, target = progress.producer_future_step[name], progress.target[name]
+        if counts.is_full:
+            # Only what the consumer waits for: the bound pushes back, but never starves it.
+            target = min(target, progress.target_at(name, progress.next_consumer_step))
+        plan = task.strategy.plan(
+            target=target,
+            available=available,
+            pending=context.pending.num_of(name),
+            task_batch_size=0 if counts.is_full else progress.allocation(step)[name],
+            tail_batch=tail,
+        )
+        await context.spawn(task, plan, stock)
+
+    def _tail(self, task: TaskRuntime, stock: dict[Status, int]) -> bool:
+        """Whether a task produces a tail batch in this round; decided when it begins, not in the middle."""
+        name = task.config.name
+        step = self._context.progress.producer_future_step[name]
+        if self._tails.get(name, (0, False))[0] != step:
+            self._tails[name] = (step, task.strategy.starts_tail_batch(stock.get(Status.EXPIRED, 0)))
+        return self._tails[name][1]
 
     # ---------------------------------------------------------------- consumption
 
@@ -231,86 +266,27 @@ class Producer:
 
     # ---------------------------------------------------------------- pause and resume
 
-    async def pause(self) -> float:
-        """Stop production and drain what is pending into the buffer; seconds it took. Idempotent.
+    async def pause(self, mode: PauseMode | None = None) -> float:
+        """Stop production as `mode` says, None: as configured; seconds it took. Idempotent.
 
-        What still hangs at the deadline is cancelled and put back as it was when it started. Raises
-        WaitTimeoutError if the rollout pool did not confirm that its engines stopped.
+        abort: what is generated comes back with its tokens, into the buffer. wait: requests run to their end
+        first. keep: they freeze where they are, stay pending, and go on after `resume`; what must not find any
+        pending (a checkpoint) pauses again with abort. What still hangs at the deadline is cancelled and put back
+        as it was when it started. Raises WaitTimeoutError if the rollout pool did not confirm its pause.
         """
-        context = self._context
+        context, mode = self._context, mode or self._pause_mode
         started = context.clock()
         async with self._transition:
             # First the gate, then the engines: otherwise a new request would meet a stopped engine.
             await context.pending.close_gate()
             context.status = ProduceBatchStatus.UPDATE_WEIGHT_AND_ABORT
-            await self._stop_and_drain()
+            context.ledger.note("pausing", mode=mode, version=context.version)
+            await self._drain.stop(mode)
+            context.ledger.note("paused", mode=mode, version=context.version)
         seconds = context.clock() - started
         context.progress.metrics.pause_s += seconds
         context.ledger.flush()
         return seconds
-
-    async def _stop_and_drain(self) -> None:
-        context, loop = self._context, asyncio.get_running_loop()
-        changed = context.pending.changed
-        deadline = loop.time() + self._pause_timeout_s
-        resend_s = min(PAUSE_RESEND_S, self._pause_timeout_s / 4)
-        confirmed, resend_at = False, loop.time()
-        request: asyncio.Task[bool] | None = None
-        try:
-            while not (confirmed and not len(context.pending)) and loop.time() < deadline:
-                if request is None and loop.time() >= resend_at:
-                    request = loop.create_task(self._stop_engines(), name="pause the rollout pool")
-                    request.add_done_callback(lambda _: changed.notify())
-                    resend_at = loop.time() + resend_s
-                seen = changed.count
-                if request is not None and request.done():
-                    confirmed |= request.result()
-                    request = None
-                await context.locked(context.settle)
-                if confirmed and not len(context.pending):
-                    return
-                until = deadline if request is not None else min(deadline, resend_at)
-                with contextlib.suppress(TimeoutError):
-                    async with asyncio.timeout_at(until):
-                        await changed.wait(seen)
-        finally:
-            if request is not None:
-                request.cancel()
-        await context.locked(self._cancel_and_put_back)
-        if not confirmed:
-            raise WaitTimeoutError(
-                f"the rollout pool did not confirm its pause within pause_timeout_s={self._pause_timeout_s:.0f}"
-            )
-
-    async def _stop_engines(self) -> bool:
-        """Ask the pool to stop and the agent loops to end judging; False if the asked process died."""
-        loops = {id(task.agent_loop): task.agent_loop for task in self._context.tasks.values()}
-        try:
-            await self._control.pause()
-            for agent_loop in loops.values():
-                interrupt = getattr(agent_loop, "interrupt", None)
-                if interrupt is not None:
-                    await interrupt()
-        except self._context.retryable as error:
-            log.warning("a pause request met a dead process (%s); it is sent again", type(error).__name__)
-            return False
-        return True
-
-    async def _cancel_and_put_back(self) -> None:
-        context = self._context
-        await context.settle()
-        hanging = context.pending.running()
-        for entry in hanging:
-            log.error("group %s did not end within the pause; it is cancelled and put back", entry.key)
-            entry.put_back = True
-            entry.task.cancel()
-        if hanging:
-            await asyncio.wait([entry.task for entry in hanging], timeout=CANCEL_GRACE_S)
-        await context.settle()
-        for entry in context.pending.running():
-            log.error("group %s does not end even when cancelled; it is left behind", entry.key)
-            await context.put_back(entry)
-            context.pending.forget(entry)
 
     async def resume(self, version: int) -> None:
         """Produce with `version`: engines first, the gate last. Idempotent.
@@ -326,7 +302,8 @@ class Producer:
             await self._control.resume(version)
             context.version = version
             context.status = ProduceBatchStatus.NORMAL
-            self._round = (0, {})
+            context.ledger.note("resumed", version=version)
+            self._tails.clear()
             await context.pending.open_gate()
 
     async def close(self) -> None:
@@ -340,6 +317,7 @@ class Producer:
         for task in tasks:
             if task.done() and not task.cancelled() and task.exception() is not None:
                 log.warning("%s ended with %r while production was closed", task.get_name(), task.exception())
+        self._context.ledger.flush()
 
     # ---------------------------------------------------------------- account and checkpoint
 
@@ -348,8 +326,9 @@ class Producer:
         context = self._context
 
         async def measure() -> GroupCounts:
-            stocks = await context.buffer.counts()
-            buffered = sum(sum(stock.values()) for stock in stocks.values())
+            context.ledger.flush()
+            counts = await context.counts()
+            buffered = sum(sum(stock.values()) for stock in counts.groups.values())
             return context.ledger.counts(buffered, len(context.pending))
 
         return await context.locked(measure)

@@ -1,73 +1,85 @@
 """ProduceProgress: what was asked of production and what was taken from it, as absolute counters.
 
-Owns the counters, the split of a batch over tasks and the window metrics. Invariants: every counter only
-grows, whatever is paused, retried or repeated; the deficit is always `target - consumed - COMPLETED`, so an
-interrupted round is simply continued; `load_state_dict` changes this object, never replaces its parts.
-Units: targets and consumption are groups; rewards and failed, filtered or produced samples are samples.
+Owns the counters, what each step was allotted, and the window metrics. Invariants: every counter only grows,
+whatever is paused, retried or repeated; a task's deficit is always `target - available`, so an interrupted
+round is simply continued; a step's allocation is fixed when it is first asked for; `load_state_dict` changes
+this object, never replaces its parts. Tasks have steps of their own: one that may not run ahead does not hold
+the others back. Units: targets and consumption are groups; rewards and failed, filtered or produced samples
+are samples.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
-from raypost.errors import CheckpointError, ConfigError
+from raypost.errors import CheckpointError
 from raypost.protocols import ProductionMetrics
-
-
-def allocate(batch_size: int, weights: Mapping[str, float]) -> dict[str, int]:
-    """Split a batch over tasks by largest remainder; ties go to the task named first. The sum is exact.
-
-    Every task is in the result, possibly with 0. Raises ConfigError for a negative size or no weight.
-    """
-    total = math.fsum(weights.values())
-    if batch_size < 0:
-        raise ConfigError(f"batch_size must be >= 0, got {batch_size}")
-    if total <= 0 or min(weights.values()) < 0:
-        raise ConfigError(f"task weights must be >= 0 with a positive sum, got {dict(weights)}")
-    exact = {task: batch_size * weight / total for task, weight in weights.items()}
-    shares = {task: math.floor(value) for task, value in exact.items()}
-    # Rounded, so that equal fractions are equal in spite of floating point and the order decides.
-    by_remainder = sorted(weights, key=lambda task: round(shares[task] - exact[task], 9))
-    for task in by_remainder[: batch_size - sum(shares.values())]:
-        shares[task] += 1
-    return shares
 
 
 class ProduceProgress:
     """Counters of one run's production; read them live, after every await."""
 
-    def __init__(self, tasks: Iterable[str]) -> None:
+    def __init__(self, tasks: Iterable[str], allocation: Callable[[int], Mapping[str, int]]) -> None:
+        """`allocation` gives the groups of each task in the batch of a step."""
         self.target: dict[str, int] = dict.fromkeys(tasks, 0)
-        """Groups asked for so far, per task, over all steps up to `target_upto`."""
+        """Groups asked for so far, per task, over all steps up to its `target_upto`."""
         self.consumed: dict[str, int] = dict.fromkeys(self.target, 0)
         """Groups taken so far, per task."""
-        self.target_upto = 0
+        self.waived: dict[str, int] = dict.fromkeys(self.target, 0)
+        """Groups that were asked for, but given up when a round was ended early."""
+        self.target_upto: dict[str, int] = dict.fromkeys(self.target, 0)
         """Last step whose share is in `target`."""
-        self.producer_future_step = 1
+        self.producer_future_step: dict[str, int] = dict.fromkeys(self.target, 1)
         """Step that production works for; it runs ahead of the consumer."""
         self.next_consumer_step = 1
         """Step whose batch is taken next; what is put now is aged at this step."""
+        self._allocate = allocation
+        self._allocations: dict[int, dict[str, int]] = {}
         self._metrics = ProductionMetrics()
 
-    def ensure_target_upto(self, step: int, allocation: Mapping[str, int]) -> None:
-        """Raise the targets by `allocation` for every step up to `step` not in them yet. Idempotent."""
-        for _ in range(self.target_upto, step):
-            for task, groups in allocation.items():
-                self.target[task] += groups
-            self.target_upto += 1
+    # ---------------------------------------------------------------- targets
 
-    def advance_future_step(self) -> None:
-        """The step that production worked for is complete."""
-        self.producer_future_step += 1
+    def allocation(self, step: int) -> dict[str, int]:
+        """Groups of each task in the batch of `step`; fixed once it was asked for."""
+        if step not in self._allocations:
+            self._allocations[step] = dict(self._allocate(step))
+        return self._allocations[step]
+
+    def ensure_target_upto(self, task: str, step: int) -> None:
+        """Raise the task's target by its share of every step up to `step` not in it yet. Idempotent."""
+        for following in range(self.target_upto[task] + 1, step + 1):
+            self.target[task] += self.allocation(following)[task]
+            self.target_upto[task] = following
+
+    def advance_future_step(self, task: str) -> None:
+        """The step that production worked for is complete, or was begun and need not be waited for."""
+        self.producer_future_step[task] += 1
+
+    def available(self, task: str, completed: int) -> int:
+        """How much of the target is met; `completed` groups are in the buffer."""
+        return self.consumed[task] + self.waived[task] + completed
+
+    def target_at(self, task: str, step: int) -> int:
+        """The target that `step` and those before it have a share in."""
+        later = range(step + 1, self.target_upto[task] + 1)
+        return self.target[task] - sum(self.allocation(following)[task] for following in later)
 
     def consume(self, step: int, taken: Mapping[str, int]) -> None:
         """Record what was really taken for `step`; the next batch is that of `step + 1`."""
-        for task, groups in taken.items():
+        for task, share in self.allocation(step).items():
+            groups = taken.get(task, 0)
             self.consumed[task] += groups
+            self.waived[task] += share - groups
         self.next_consumer_step = step + 1
+
+    def forget(self, step: int) -> None:
+        """Batches up to `step` are trained: what they were allotted is not asked for again."""
+        for past in [one for one in self._allocations if one <= step]:
+            del self._allocations[past]
+
+    # ---------------------------------------------------------------- metrics
 
     @property
     def metrics(self) -> ProductionMetrics:
@@ -85,14 +97,25 @@ class ProduceProgress:
         window, self._metrics = self._metrics, ProductionMetrics()
         return window
 
-    def state_dict(self) -> dict[str, Any]:
-        """All counters and the open window as plain data."""
+    # ---------------------------------------------------------------- checkpoint
+
+    def state_dict(self, undone: Mapping[int, Mapping[str, int]] | None = None) -> dict[str, Any]:
+        """All counters and the open window as plain data. `undone` are steps that were taken, with their groups
+        by task, but are not in the model that is saved with this: in the state they are not taken yet."""
+        consumed, waived, following = dict(self.consumed), dict(self.waived), self.next_consumer_step
+        for step, taken in (undone or {}).items():
+            following = min(following, step)
+            for task, share in self.allocation(step).items():
+                consumed[task] -= taken.get(task, 0)
+                waived[task] -= share - taken.get(task, 0)
         return {
             "target": dict(self.target),
-            "consumed": dict(self.consumed),
-            "target_upto": self.target_upto,
-            "producer_future_step": self.producer_future_step,
-            "next_consumer_step": self.next_consumer_step,
+            "consumed": consumed,
+            "waived": waived,
+            "target_upto": dict(self.target_upto),
+            "producer_future_step": dict(self.producer_future_step),
+            "next_consumer_step": following,
+            "allocations": [[step, dict(shares)] for step, shares in sorted(self._allocations.items())],
             "metrics": dataclasses.asdict(self._metrics),
         }
 
@@ -101,22 +124,25 @@ class ProduceProgress:
 
         Raises CheckpointError if the state is damaged or its tasks are not this run's.
         """
+        counters = ("target", "consumed", "waived", "target_upto", "producer_future_step")
         try:
-            target, consumed = dict(state["target"]), dict(state["consumed"])
-            upto, future, following = (
-                int(state[name]) for name in ("target_upto", "producer_future_step", "next_consumer_step")
-            )
-        except (KeyError, TypeError, ValueError) as error:
+            saved = {name: {str(k): int(v) for k, v in state[name].items()} for name in counters}
+            following = int(state["next_consumer_step"])
+            allocations = {int(step): dict(shares) for step, shares in state["allocations"]}
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise CheckpointError(f"damaged progress state: {error!r}") from error
-        if set(target) != set(self.target):
-            raise CheckpointError(
-                f"progress state is of tasks {sorted(target)}, this run has {sorted(self.target)}: restore "
-                "the task list or start a new run"
-            )
-        self.target.update(target)
-        self.consumed.update(consumed)
-        self.target_upto, self.producer_future_step, self.next_consumer_step = upto, future, following
+        for name, values in saved.items():
+            if set(values) != set(self.target):
+                raise CheckpointError(
+                    f"progress state has {name} of tasks {sorted(values)}, this run has {sorted(self.target)}: "
+                    "restore the task list or start a new run"
+                )
+        for name, values in saved.items():
+            getattr(self, name).update(values)
+        self.next_consumer_step = following
+        self._allocations.clear()
+        self._allocations.update(allocations)
         # A metric that the saved run did not know yet starts at zero.
         known = {field.name for field in dataclasses.fields(ProductionMetrics)}
-        saved = {name: value for name, value in state.get("metrics", {}).items() if name in known}
-        self._metrics = ProductionMetrics(**saved)
+        window = {name: value for name, value in state.get("metrics", {}).items() if name in known}
+        self._metrics = ProductionMetrics(**window)

@@ -109,6 +109,8 @@ class PutResult:
     status: Status
     staleness: int
     stored: bool
+    too_old: bool = False
+    """Whether age is what made it EXPIRED; otherwise it was interrupted too often."""
 
 
 @dataclass(slots=True, kw_only=True, frozen=True)

@@ -1,130 +1,222 @@
 """ReplayBuffer: groups by (task, status), owned here until they are trained or dropped.
 
-Owns the order (stalest first, ties first in first out), ageing and expiry, and leases: a batch that is taken
-stays here until it is acknowledged. Owns neither staleness arithmetic (staleness.py) nor what is produced.
+Owns the order, ageing and expiry, what is handed out to be continued, and leases: a batch that is taken stays
+here until it is acknowledged. Owns neither staleness arithmetic (staleness.py) nor what is produced; what must
+survive the death of its process is the journal's (buffer_journal.py).
 
     put -> COMPLETED -> lease -> (ARCHIVED in `counts`) -> acknowledge -> gone
-        -> ABORTED | EXPIRED -> pop -> (generated again) -> put
+        -> ABORTED | EXPIRED -> pop -> (out) -> put | drop | reclaim
 
 Invariants: a group is in one place only; ageing keeps the order among equals; FAILED and FILTERED groups are
 never stored; a leased or acknowledged group is never stored again by a repeated put; nothing at or above its
-threshold is ever leased. Implements `protocols.Buffer`.
+threshold is ever leased; a change is journaled before it is made. Implements `protocols.Buffer`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
-from typing import Any
+from dataclasses import dataclass
+from itertools import islice
+from typing import Any, Literal
 
 import numpy as np
 
-from raypost.errors import CheckpointError, ConfigError, LedgerError
+from raypost.ageing import Ageing, staleness_at
+from raypost.buffer_journal import BufferJournal
+from raypost.buffer_tables import Change, put_change
+from raypost.errors import CheckpointError, LedgerError
 from raypost.ledger import OrdinalSet
-from raypost.packed import PackedGroups, pack_groups, unpack_groups
-from raypost.protocols import ExpiredGroup, Lease, PutResult, TaskLimits
-from raypost.staleness import is_expired, oldest_version, staleness_of
-from raypost.types import Group, GroupKey, SampleParams, Status
+from raypost.packed import (
+    PackedGroups,
+    from_plain,
+    group_statuses,
+    has_status,
+    join_groups,
+    split_groups,
+    to_plain,
+)
+from raypost.protocols import BufferBounds, BufferCounts, ExpiredGroup, Lease, PutResult, TaskLimits
+from raypost.shelves import Held, Record, Shelves
+from raypost.types import GroupKey, Status
+
+Order = Literal["stalest_first", "fifo"]
 
 
-@dataclass(slots=True)
-class _Record:
-    group: Group
-    status: Status
-    sequence: int
-    oldest: list[int | None]
-    """Oldest version of each member; kept, because ageing asks for it twice a step."""
-    staleness: int = 0
-
-    @property
-    def order(self) -> tuple[int, int]:
-        return (-self.staleness, self.sequence)
-
-    def staleness_at(self, train_step: int) -> int:
-        return max(0 if version is None else staleness_of(version, train_step) for version in self.oldest)
-
-
-@dataclass(slots=True)
+@dataclass(slots=True, frozen=True)
 class _OpenLease:
-    records: list[_Record]
+    records: tuple[Record, ...]
     staleness: tuple[int, ...]
-
-
-def mean_tokens(group: Group) -> float:
-    """Mean response length of a group's members, tokens."""
-    return group.num_tokens / len(group.states)
 
 
 class ReplayBuffer:
     """All groups between production and training."""
 
-    def __init__(self, limits: dict[str, TaskLimits]) -> None:
-        self._limits = dict(limits)
-        self._shelves: dict[tuple[str, Status], dict[GroupKey, _Record]] = {}
-        self._records: dict[GroupKey, _Record] = {}
+    def __init__(
+        self,
+        limits: dict[str, TaskLimits],
+        bounds: BufferBounds | None = None,
+        order: Order = "stalest_first",
+        journal: BufferJournal | None = None,
+    ) -> None:
+        """Begins with what `journal` holds. Raises CheckpointError if that is damaged or of other tasks, and
+        ConfigError for limits under which a group would wait for ever."""
+        self._ageing, self._bounds, self._journal = Ageing(limits), bounds or BufferBounds(), journal
+        self._shelves = Shelves(by_age=order == "stalest_first")
+        self._out, self._leased = Held(), Held()
+        self._claim: tuple[int, tuple[GroupKey, ...]] = (0, ())
+        self._reclaimed: tuple[GroupKey, ...] = ()
+        self._expired: tuple[int, list[ExpiredGroup]] = (0, [])
         self._leases: dict[int, _OpenLease] = {}
-        self._leased: dict[GroupKey, _Record] = {}
         self._trained = {task: OrdinalSet() for task in limits}
         self._acknowledged = 0
         self._sequence = 0
+        self._full = False
+        self._restored = False
+        if journal is not None:
+            self._recover(journal)
 
     # ---------------------------------------------------------------- production's side
 
-    async def put(self, packed: PackedGroups, train_step: int) -> PutResult:
-        """Store ONE group (packed alone), aged at `train_step`. A second put of the same key replaces it and
-        keeps its place in the order; once it is leased or trained, a second put changes nothing."""
-        (group,) = unpack_groups(_owned(packed))
-        limits, key = self._limits_of(group.task), group.key
-        past = self._leased.get(key)
-        if past is not None or group.group_id in self._trained[group.task]:
-            return PutResult(status=Status.COMPLETED, staleness=past.staleness if past else 0, stored=True)
-        known = self._remove(key)
-        record = _Record(
-            group=group,
-            status=group.status,
-            sequence=known.sequence if known else self._sequence,
-            oldest=[oldest_version(state) for state in group.states],
-        )
-        self._sequence += known is None
-        if record.status in (Status.FAILED, Status.FILTERED):
-            return PutResult(status=record.status, staleness=record.staleness_at(train_step), stored=False)
-        age = record.staleness_at(train_step)
-        stored = not _expire(record, limits, train_step) or limits.retry
-        if stored:
-            self._store(record)
-        return PutResult(status=record.status, staleness=age, stored=stored)
-
-    async def refresh(self, train_step: int) -> list[ExpiredGroup]:
-        """Age everything again at `train_step`; returns what newly expired. Leased groups do not age."""
-        expired = []
-        for key, record in list(self._records.items()):
-            limits = self._limits[record.group.task]
-            before, length = record.status, mean_tokens(record.group)
-            if not _expire(record, limits, train_step):
+    async def put(self, packed: PackedGroups, train_step: int) -> list[PutResult]:
+        """Store groups, aged at `train_step`; one result each, in order. A known key is replaced and keeps its
+        place in the order; a leased or trained one changes nothing. Raises ConfigError for an unknown task and
+        LedgerError for a key that is there twice; then nothing is stored."""
+        keys = packed.keys
+        for task in set(packed.tasks):
+            self._ageing.limits_of(task)
+        if len(set(keys)) < len(keys):
+            raise LedgerError(f"one put has the same group twice: {sorted(keys)}")
+        results, gone, stored, whole = [], [], [], True
+        sequence = self._sequence
+        parts = split_groups(packed)
+        for part, came in zip(
+            parts, self._ageing.records(packed, parts, group_statuses(packed)), strict=True
+        ):
+            past = self._leased.get(came.key)
+            if past is not None or came.key[1] in self._trained[came.key[0]]:
+                age = staleness_at(past, train_step) if past else 0
+                results.append(PutResult(status=Status.COMPLETED, staleness=age, stored=True))
+                whole = False
                 continue
-            self._shelves[key[0], before].pop(key)
-            if limits.retry:
-                self._shelf(record)[key] = record
+            record, result = self._admitted(came, train_step)
+            results.append(result)
+            whole = whole and result.stored and record.packed is part
+            if not result.stored:
+                gone.append(record.key)
+                continue
+            known = self._shelves.get(record.key) or self._out.get(record.key)
+            record.sequence = known.sequence if known else sequence
+            sequence += known is None
+            stored.append(record)
+        self._store(stored, gone, sequence, packed if whole else None)
+        return results
+
+    def _admitted(self, record: Record, train_step: int) -> tuple[Record, PutResult]:
+        stored = record.status not in (Status.FAILED, Status.FILTERED)
+        age, too_old = staleness_at(record, train_step), stored and train_step >= record.expires_at
+        if too_old:
+            stored, record.status = self._ageing.limits_of(record.key[0]).retry, Status.EXPIRED
+            if stored:
+                record = self._ageing.reset(record, train_step)
+        elif record.status is Status.ABORTED and self._ageing.is_tried_out(record):
+            # It stands with the expired ones, yet keeps its tokens: only its turn changes.
+            record.status = Status.EXPIRED
+        return record, PutResult(status=record.status, staleness=age, stored=stored, too_old=too_old)
+
+    def _store(
+        self, stored: list[Record], gone: list[GroupKey], sequence: int, packed: PackedGroups | None = None
+    ) -> None:
+        """Journal and make one change. `packed`: all of `stored` as one, where that is at hand."""
+        known = [key for key in gone if self._shelves.get(key) or self._out.get(key)]
+        if stored or known:
+            self._write(put_change(_facts(stored), known, sequence), stored, packed)
+        for key in (*known, *(record.key for record in stored)):
+            self._out.remove(key)
+            self._shelves.remove(key)
+        for record in stored:
+            self._shelves.add(record)
+        self._sequence = sequence
+        self._settle()
+
+    async def refresh(self, train_step: int, claim: int = 0) -> list[ExpiredGroup]:
+        """Age everything again at `train_step`; returns what newly expired. Groups that are leased or out do
+        not age. The last `claim`, where it is not 0, asked again gives the same answer."""
+        if claim and claim == self._expired[0]:
+            return self._expired[1]
+        old = [record for record in self._shelves if train_step >= record.expires_at]
+        if not old:
+            return []
+        kept, gone, expired = [], [], []
+        for record in old:
+            retry = self._ageing.limits_of(record.key[0]).retry
+            if not has_status(record.packed, Status.EXPIRED):
+                mean = record.packed.versions.size / record.packed.num_samples
+                expired.append(ExpiredGroup(key=record.key, stored=retry, mean_tokens=mean))
+            if retry:
+                kept.append(self._ageing.reset(record, train_step))
             else:
-                del self._records[key]
-            if before is not Status.EXPIRED:
-                expired.append(ExpiredGroup(key=key, stored=limits.retry, mean_tokens=length))
+                gone.append(record.key)
+        change = put_change(_facts(kept), gone, self._sequence)
+        if claim:
+            change["expired"] = [claim, [[*one.key, one.stored, one.mean_tokens] for one in expired]]
+        self._write(change, kept)
+        self._expired = (claim, expired)
+        for record in old:
+            self._shelves.remove(record.key)
+        for record in kept:
+            self._shelves.add(record)
+        self._settle()
         return expired
 
-    async def pop(self, task: str, status: Status) -> PackedGroups | None:
-        """Remove and return the first group of that task and status (stalest first), or None."""
-        self._limits_of(task)
-        shelf = self._shelves.get((task, status))
-        if not shelf:
-            return None
-        record = min(shelf.values(), key=lambda one: one.order)
-        self._remove(record.group.key)
-        return pack_groups([record.group])
+    async def pop(self, task: str, sources: Sequence[Status], limit: int, claim: int) -> PackedGroups | None:
+        """Hand out up to `limit` groups to be continued: all of the first status, then the next; the buffer's
+        order within. None if there are none.
+
+        Claims begin at 1. The last one asked again gives those of its groups that are still out. Raises
+        LedgerError for one before the last.
+        """
+        self._ageing.limits_of(task)
+        last, keys = self._claim
+        if claim < last:
+            raise LedgerError(f"claim {claim} came after claim {last}: its groups would be handed out twice")
+        if claim == last:
+            again = [record for key in keys if (record := self._out.get(key))]
+            return join_groups([record.packed for record in again]) if again else None
+        shelves = (record for status in sources for record in self._shelves.in_order(task, status))
+        chosen = list(islice(shelves, limit))
+        keys = tuple(record.key for record in chosen)
+        if chosen:
+            self._write({"out": keys, "claim": claim})
+            self._reclaimed = ()
+        self._claim = (claim, keys)
+        for record in chosen:
+            self._shelves.remove(record.key)
+            self._out.add(record)
+        self._settle()
+        return join_groups([record.packed for record in chosen]) if chosen else None
+
+    async def drop(self, keys: Sequence[GroupKey]) -> None:
+        """Forget popped groups that ended untrained. Groups that are not out are ignored."""
+        self._store([], [key for key in keys if self._out.get(key)], self._sequence)
+
+    async def reclaim(self) -> tuple[GroupKey, ...]:
+        """Take back all popped groups as they were: whoever held them is gone, and claims begin again at 1.
+        Returns their keys; the same ones when repeated before the next pop."""
+        if self._out:
+            self._write({"back": True})
+            self._reclaimed = tuple(record.key for record in self._out)
+            for record in self._out:
+                self._shelves.add(record)
+            self._out = Held()
+        self._claim = (0, ())
+        self._settle()
+        return self._reclaimed
 
     # ---------------------------------------------------------------- the consumer's side
 
     async def lease(self, step: int, per_task: dict[str, int]) -> Lease | None:
-        """Lease exactly that many COMPLETED groups a task, stalest first, or None and change nothing.
+        """Lease exactly that many COMPLETED groups a task in the buffer's order, or None and change nothing.
+        Tokens at or above the task's token threshold are masked in the batch alone.
 
         Asked again for a step whose lease is open, it returns the same lease. Equally stale groups of a batch
         stand by task and group_id, so that equal batches are identical however their groups arrived. Raises
@@ -138,81 +230,126 @@ class ReplayBuffer:
             chosen = self._choose(step, per_task)
             if not chosen:
                 return None
-            chosen.sort(key=lambda record: (-record.staleness_at(step), record.group.key))
+            chosen.sort(key=lambda record: (-staleness_at(record, step), record.key))
+            lease = _OpenLease(tuple(chosen), tuple(staleness_at(record, step) for record in chosen))
+            self._write({"lease": [step, [record.key for record in chosen], lease.staleness]})
             for record in chosen:
-                self._remove(record.group.key)
-                self._leased[record.group.key] = record
-            self._leases[step] = _OpenLease(chosen, tuple(record.staleness_at(step) for record in chosen))
+                self._shelves.remove(record.key)
+            self._open(step, lease)
         lease = self._leases[step]
-        groups = [record.group for record in lease.records]
-        keys = tuple(group.key for group in groups)
-        return Lease(step=step, keys=keys, staleness=lease.staleness, packed=pack_groups(groups))
+        batch = join_groups([record.packed for record in lease.records])
+        self._ageing.mask(batch, step)
+        return Lease(step=step, keys=batch.keys, staleness=lease.staleness, packed=batch)
 
-    def _choose(self, step: int, per_task: dict[str, int]) -> list[_Record]:
-        chosen: list[_Record] = []
+    def _choose(self, step: int, per_task: dict[str, int]) -> list[Record]:
+        chosen: list[Record] = []
         for task, wanted in per_task.items():
-            threshold = self._limits_of(task).stale_threshold
-            shelf = self._shelves.get((task, Status.COMPLETED), {})
-            fresh = [one for one in shelf.values() if not is_expired(one.staleness_at(step), threshold)]
+            self._ageing.limits_of(task)
+            shelf = self._shelves.in_order(task, Status.COMPLETED)
+            fresh = list(islice((record for record in shelf if step < record.expires_at), max(0, wanted)))
             if len(fresh) < wanted:
                 return []
-            chosen += sorted(fresh, key=lambda one: (-one.staleness_at(step), one.sequence))[:wanted]
+            chosen += fresh
         return chosen
+
+    def _open(self, step: int, lease: _OpenLease) -> None:
+        self._leases[step] = lease
+        for record in lease.records:
+            self._leased.add(record)
 
     async def acknowledge(self, step: int) -> tuple[GroupKey, ...]:
         """End all leases up to `step`: these groups are trained. Returns their keys; () when repeated."""
-        self._acknowledged = max(self._acknowledged, step)
+        if step <= self._acknowledged:
+            return ()
+        self._write({"ack": step})
+        self._acknowledged = step
         keys = []
         for leased_step in sorted(one for one in self._leases if one <= step):
             for record in self._leases.pop(leased_step).records:
-                key = record.group.key
-                del self._leased[key]
-                self._trained[key[0]].add(key[1])
-                keys.append(key)
+                self._leased.remove(record.key)
+                self._trained[record.key[0]].add(record.key[1])
+                keys.append(record.key)
+        self._settle()
         return tuple(keys)
 
-    async def counts(self) -> dict[str, dict[Status, int]]:
-        """Groups by task and status; leased ones count as ARCHIVED until acknowledged."""
-        counts: dict[str, dict[Status, int]] = {task: {} for task in self._limits}
-        for (task, status), shelf in self._shelves.items():
-            if shelf:
-                counts[task][status] = len(shelf)
-        for task, _ in self._leased:
-            counts[task][Status.ARCHIVED] = counts[task].get(Status.ARCHIVED, 0) + 1
-        return counts
+    async def counts(self) -> BufferCounts:
+        """Groups and bytes by task and status, and whether the buffer is full."""
+        groups: dict[str, dict[Status, int]] = {task: {} for task in self._trained}
+        nbytes: dict[str, dict[Status, int]] = {task: {} for task in self._trained}
+        for task, status, count, pinned in self._shelves.counts():
+            groups[task][status], nbytes[task][status] = count, pinned
+        for task, count, pinned in self._leased.counts():
+            groups[task][Status.ARCHIVED], nbytes[task][Status.ARCHIVED] = count, pinned
+        for task, _, pinned in self._out.counts():
+            nbytes[task][Status.INIT] = nbytes[task].get(Status.INIT, 0) + pinned
+        return BufferCounts(groups=groups, nbytes=nbytes, is_full=self._full)
 
-    # ---------------------------------------------------------------- shelves
+    def _settle(self) -> None:
+        """After a change: see whether the buffer is full, and keep the journal small."""
+        groups = len(self._shelves) + len(self._leased)
+        pinned = self._shelves.nbytes + self._leased.nbytes + self._out.nbytes
+        share = self._bounds.low_water if self._full else 1.0
+        full = any(
+            bound is not None and amount >= bound * share
+            for amount, bound in ((groups, self._bounds.max_groups), (pinned, self._bounds.max_bytes))
+        )
+        if full != self._full:
+            self._full = full
+            if self._journal is not None:
+                self._journal.append({"full": full})
+        if self._journal is not None:
+            self._journal.tidy()
 
-    def _limits_of(self, task: str) -> TaskLimits:
-        if task not in self._limits:
-            raise ConfigError(f"the buffer knows no task {task!r}, only {sorted(self._limits)}")
-        return self._limits[task]
+    # ---------------------------------------------------------------- journal and checkpoint
 
-    def _shelf(self, record: _Record) -> dict[GroupKey, _Record]:
-        return self._shelves.setdefault((record.group.task, record.status), {})
+    def _write(
+        self, change: Change, stored: Sequence[Record] = (), packed: PackedGroups | None = None
+    ) -> None:
+        """Journal a change before it is made; `stored` are the groups it puts, `packed` the same as one."""
+        self._restored = False
+        if self._journal is not None:
+            parts = [record.packed for record in stored]
+            self._journal.append(change, packed or (join_groups(parts) if parts else None))
 
-    def _store(self, record: _Record) -> None:
-        self._records[record.group.key] = record
-        self._shelf(record)[record.group.key] = record
+    def _recover(self, journal: BufferJournal) -> None:
+        tables = journal.tables
+        self._check_tasks({task for task, _ in tables.entries} | set(tables.trained), str(journal.folder))
+        records = {}
+        for key, alone in journal.payloads():
+            entry = tables.entries[key]
+            records[key] = self._ageing.record(alone, entry.status, entry.sequence)
+        for step, (keys, staleness) in tables.leases.items():
+            self._open(step, _OpenLease(tuple(records.pop(key) for key in keys), staleness))
+        for key in tables.out:
+            self._out.add(records.pop(key))
+        for record in records.values():
+            self._shelves.add(record)
+        claimed = tuple(key for key, claim in tables.out.items() if claim == tables.claim)
+        self._claim, self._reclaimed = (tables.claim, claimed), tables.reclaimed
+        claim, facts = tables.expired
+        self._expired = (claim, [ExpiredGroup(key=k, stored=s, mean_tokens=m) for k, s, m in facts])
+        self._trained.update((task, OrdinalSet(one.ranges())) for task, one in tables.trained.items())
+        self._acknowledged, self._sequence = tables.acknowledged, tables.next
+        self._full, self._restored = tables.full, tables.restored
 
-    def _remove(self, key: GroupKey) -> _Record | None:
-        record = self._records.pop(key, None)
-        if record is not None:
-            del self._shelf(record)[key]
-        return record
-
-    # ---------------------------------------------------------------- checkpoint
+    def _check_tasks(self, tasks: set[str], where: str) -> None:
+        foreign = tasks - set(self._trained)
+        if foreign:
+            raise CheckpointError(
+                f"{where} has tasks {sorted(foreign)}, this run has {sorted(self._trained)}"
+            )
 
     async def state_dict(self) -> dict[str, Any]:
-        """Everything needed to restore the buffer, as plain data and NumPy arrays."""
-        leased_for = {id(one): step for step, lease in self._leases.items() for one in lease.records}
-        records = sorted([*self._records.values(), *self._leased.values()], key=lambda one: one.sequence)
+        """Everything needed to restore the buffer, as plain data and NumPy arrays. Groups that are out are
+        saved as they were."""
+        leased_for = {one.key: step for step, lease in self._leases.items() for one in lease.records}
+        records = sorted([*self._shelves, *self._out, *self._leased], key=lambda one: one.sequence)
+        groups = [record.packed for record in records]
         return {
-            "groups": _plain(pack_groups([record.group for record in records])),
+            "groups": to_plain(join_groups(groups)) if groups else None,
             "status": [str(record.status) for record in records],
             "sequence": [record.sequence for record in records],
-            "staleness": [record.staleness for record in records],
-            "leased_for": [leased_for.get(id(record), 0) for record in records],
+            "leased_for": [leased_for.get(record.key, 0) for record in records],
             "next_sequence": self._sequence,
             "acknowledged": self._acknowledged,
             "trained": {task: ordinals.ranges() for task, ordinals in self._trained.items()},
@@ -222,77 +359,47 @@ class ReplayBuffer:
         """Restore into an empty buffer. A lease that was open becomes COMPLETED groups again: whoever saved
         the state acknowledged every step that the model saved with it has trained.
 
-        Raises CheckpointError if the buffer is not empty, or the state is damaged or of other tasks.
+        Repeated before anything else happened, it does nothing. Raises CheckpointError if the buffer is not
+        empty, or the state is damaged or of other tasks.
         """
-        if self._records or self._leased:
-            raise CheckpointError(
-                f"a buffer with {len(self._records) + len(self._leased)} groups cannot be restored over"
-            )
+        held = len(self._shelves) + len(self._leased) + len(self._out)
+        if self._restored and _equal(
+            {**await self.state_dict(), "leased_for": 0}, {**state, "leased_for": 0}
+        ):
+            return
+        if held:
+            raise CheckpointError(f"a buffer with {held} groups cannot be restored over")
         try:
-            groups = unpack_groups(_packed(state["groups"]))
-            facts = list(zip(state["status"], state["sequence"], state["staleness"], strict=True))
+            packed = from_plain(state["groups"]) if state["groups"] is not None else None
+            parts = split_groups(packed) if packed is not None else []
+            self._check_tasks({part.tasks[0] for part in parts} | set(state["trained"]), "buffer state")
+            facts = zip(parts, state["status"], state["sequence"], strict=True)
+            records = [self._ageing.record(part, Status(status), int(at)) for part, status, at in facts]
             trained = {str(task): OrdinalSet(ranges) for task, ranges in state["trained"].items()}
-            pairs = list(zip(groups, facts, strict=True))
             following, acknowledged = int(state["next_sequence"]), int(state["acknowledged"])
-        except (KeyError, TypeError, ValueError, AttributeError) as error:
+        except (KeyError, TypeError, ValueError, AttributeError, IndexError) as error:
             raise CheckpointError(f"damaged buffer state: {error!r}") from error
-        foreign = (set(trained) | {group.task for group in groups}) - set(self._limits)
-        if foreign:
-            raise CheckpointError(
-                f"buffer state has tasks {sorted(foreign)}, this run has {sorted(self._limits)}"
-            )
-        for group, (status, sequence, staleness) in pairs:
-            oldest = [oldest_version(member) for member in group.states]
-            self._store(_Record(group, Status(status), int(sequence), oldest, int(staleness)))
+        if self._journal is not None:
+            change = put_change(_facts(records), [], following)
+            change |= {"ack": acknowledged, "restored": True, "trained": state["trained"]}
+            self._journal.replace(change, packed)
+        for record in records:
+            self._shelves.add(record)
         self._trained.update(trained)
-        self._sequence, self._acknowledged = following, acknowledged
+        self._sequence, self._acknowledged, self._restored = following, acknowledged, True
+        self._settle()
 
 
-def _expire(record: _Record, limits: TaskLimits, train_step: int) -> bool:
-    """Age a record; True if members expired. With retry they are reset and their siblings kept."""
-    stale = [
-        version is not None and is_expired(staleness_of(version, train_step), limits.stale_threshold)
-        for version in record.oldest
-    ]
-    if any(stale):
-        record.status = Status.EXPIRED
-        for index, state in enumerate(record.group.states):
-            if limits.retry and stale[index]:
-                state.reset()
-                record.oldest[index] = None
-            if stale[index] or not limits.retry:
-                state.status = Status.EXPIRED
-    record.staleness = record.staleness_at(train_step)
-    return any(stale)
+def _facts(records: Sequence[Record]) -> list[tuple[GroupKey, int, Status]]:
+    return [(record.key, record.sequence, record.status) for record in records]
 
 
-def _owned(packed: PackedGroups) -> PackedGroups:
-    """With arrays of its own: those that arrive may be views of memory that belongs to the sender."""
-    columns = tuple(np.array(column) for column in packed.columns)
-    return PackedGroups(packed.header, columns, packed.offsets, packed.group_sizes)
-
-
-def _plain(packed: PackedGroups) -> dict[str, Any]:
-    header = []
-    for one in packed.header:
-        header.append({**one, "status": str(one["status"]), "sample_params": asdict(one["sample_params"])})
-    return {
-        "header": header,
-        "columns": list(packed.columns),
-        "offsets": list(packed.offsets),
-        "group_sizes": packed.group_sizes,
-    }
-
-
-def _packed(plain: dict[str, Any]) -> PackedGroups:
-    header = []
-    for one in plain["header"]:
-        params: dict[str, Any] = dict(one["sample_params"])
-        params["stop_token_ids"] = tuple(params["stop_token_ids"])
-        header.append({**one, "status": Status(one["status"]), "sample_params": SampleParams(**params)})
-    columns, offsets = _arrays(plain["columns"]), _arrays(plain["offsets"])
-    return PackedGroups(header, columns, offsets, np.asarray(plain["group_sizes"], np.int32))
-
-
-def _arrays(values: Sequence[Any]) -> tuple[Any, ...]:
-    return tuple(np.asarray(value) for value in values)
+def _equal(left: Any, right: Any) -> bool:
+    """Whether two states say the same: nested plain data and arrays."""
+    if isinstance(left, dict) and isinstance(right, dict):
+        return left.keys() == right.keys() and all(_equal(left[key], right[key]) for key in left)
+    if isinstance(left, list | tuple) and isinstance(right, list | tuple):
+        return len(left) == len(right) and all(map(_equal, left, right))
+    if isinstance(left, np.ndarray) or isinstance(right, np.ndarray):
+        return np.array_equal(left, right, equal_nan=np.asarray(left).dtype.kind == "f")
+    return bool(left == right)

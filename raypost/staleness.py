@@ -2,12 +2,20 @@
 
 Owns no state. A version is the train step whose weights produced a token (0 = initial). The step that
 trains on tokens of the newest possible weights has staleness 0, hence the `- 1` below; it stands nowhere
-else.
+else but in its inverse. A threshold is in train steps; None means that nothing ever expires.
 """
 
 from __future__ import annotations
 
-from raypost.types import NO_VERSION, Group, RolloutState
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from raypost.types import NO_VERSION, Group, IntArray, MaskArray, RolloutState
+
+NEVER = 1 << 60
+"""A train step that does not come; two of them still fit into 64 bits."""
 
 
 def stale_threshold(max_staleness: int, sync_weights_interval: int) -> int:
@@ -37,11 +45,69 @@ def group_staleness(group: Group, train_step: int) -> int:
     return max(trajectory_staleness(state, train_step) for state in group.states)
 
 
-def is_expired(staleness: int, threshold: int) -> bool:
+def is_expired(staleness: int, threshold: int | None) -> bool:
     """Whether data of that staleness must not be trained any more."""
-    return staleness >= threshold
+    return threshold is not None and staleness >= threshold
 
 
-def production_expired(future_step: int, version: int, threshold: int) -> bool:
+def production_expired(future_step: int, version: int, threshold: int | None) -> bool:
     """Whether data made by `version` would be expired already when `future_step` trains on it."""
     return is_expired(staleness_of(version, future_step), threshold)
+
+
+# ---------------------------------------------------------------- many trajectories at once
+
+
+def oldest_versions(versions: IntArray, offsets: NDArray[np.int64]) -> NDArray[np.int64]:
+    """Per trajectory n, the oldest version in `versions[offsets[n]:offsets[n+1]]` that is a policy's; NEVER
+    where there is none."""
+    return _version_or_never(_reduced(np.minimum, _unsigned(versions), offsets, _UNSIGNED_NONE))
+
+
+def newest_trained_versions(
+    versions: IntArray, mask: MaskArray, offsets: NDArray[np.int64]
+) -> NDArray[np.int64]:
+    """Per trajectory, the newest version of its tokens that `mask` trains; NEVER where it trains none, or one
+    that no policy produced, since neither can be masked away by age."""
+    newest = _reduced(np.maximum, np.where(mask, _unsigned(versions), 0), offsets, _UNSIGNED_NONE)
+    trained = _reduced(np.logical_or, mask, offsets, False)
+    return _version_or_never(np.where(trained, newest, _UNSIGNED_NONE))
+
+
+def expiry_steps(
+    oldest: NDArray[np.int64],
+    newest_trained: NDArray[np.int64],
+    threshold: NDArray[np.int64],
+    token_threshold: NDArray[np.int64],
+) -> NDArray[np.int64]:
+    """Per trajectory, the first train step at which it is expired: its oldest token has reached `threshold`, or
+    all tokens it trains have reached `token_threshold`. NEVER as version or threshold gives NEVER."""
+    by_age, by_tokens = oldest + 1 + threshold, newest_trained + 1 + token_threshold
+    return np.minimum(np.minimum(by_age, by_tokens), NEVER)
+
+
+def fresh_tokens(versions: IntArray, train_step: int, token_threshold: NDArray[np.int64]) -> MaskArray:
+    """Whether each token is younger than its token threshold; those that no policy produced have no age."""
+    fresh: MaskArray = train_step - 1 - versions < token_threshold
+    return fresh | (versions == NO_VERSION)
+
+
+# Read as unsigned, NO_VERSION is the greatest version there is: it never is the oldest, and no token is newer.
+_UNSIGNED_NONE = np.uint32(NO_VERSION & 0xFFFFFFFF)
+
+
+def _unsigned(versions: IntArray) -> NDArray[np.uint32]:
+    return np.ascontiguousarray(versions, np.int32).view(np.uint32)
+
+
+def _version_or_never(versions: NDArray[np.uint32]) -> NDArray[np.int64]:
+    return np.where(versions == _UNSIGNED_NONE, NEVER, versions.astype(np.int64))
+
+
+def _reduced(reduce: np.ufunc, values: NDArray[Any], offsets: NDArray[np.int64], empty: Any) -> NDArray[Any]:
+    # reduceat gives an empty slice its neighbour's value.
+    reduced = np.full(len(offsets) - 1, empty, values.dtype)
+    filled = np.flatnonzero(np.diff(offsets))
+    if len(filled):
+        reduced[filled] = reduce.reduceat(values, offsets[filled])
+    return reduced

@@ -18,12 +18,17 @@ from collections.abc import Awaitable, Callable, Coroutine
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from raypost.config import StrategyConfig
+from raypost.imports import load_function
 from raypost.protocols import TaskLimits
 from raypost.staleness import production_expired, stale_threshold
+from raypost.task_config import StrategyConfig
 from raypost.types import Group, GroupKey, RolloutState, Status
 
 log = logging.getLogger(__name__)
+
+IsValid = Callable[[Group], bool]
+ShouldContinue = Callable[[int, int], bool]
+"""(completed, target) groups of a round -> whether it goes on."""
 
 
 def oversample_budget(over_sample_threshold: float, task_batch_size: int) -> int:
@@ -34,6 +39,16 @@ def oversample_budget(over_sample_threshold: float, task_batch_size: int) -> int
 def desired_pending(target: int, available: int, budget: int) -> int:
     """Groups that should be in flight; `available` are consumed or COMPLETED. 0 once the target is met."""
     return 0 if available >= target else target + budget - available
+
+
+def admission_capacity(target: int, accepted: int, running: int, max_pending: int) -> int:
+    """Groups that may be started so that mean staleness keeps its bound (AReaL, arXiv:2505.24298, section 4.1).
+
+    `target` counts all batches up to the last that may be worked for, `accepted` are consumed or COMPLETED
+    groups, `running` those in flight. `max_pending` 0 is no limit. Below 0: as many are too many.
+    """
+    room = target - accepted - running
+    return min(room, max_pending - running) if max_pending else room
 
 
 def in_tail_batch(tail_batch_trigger_size: int, num_expired: int) -> bool:
@@ -50,26 +65,57 @@ class SpawnPlan:
 
 
 class AsyncProduceStrategy:
-    """Continuous production with bounded staleness, oversampling and retry of expired groups."""
+    """Continuous production with bounded staleness, oversampling and retry of expired groups.
 
-    def __init__(self, config: StrategyConfig, sync_weights_interval: int) -> None:
-        self._config = config
-        self.stale_threshold = stale_threshold(config.max_staleness, sync_weights_interval)
-        """Train steps; see staleness.py."""
+    With admission `horizon` one step at a time is worked for, and what grew too old is expired; with `capacity`
+    all steps within the bound are worked for at once, and nothing need be dropped.
+    """
 
-    @property
-    def limits(self) -> TaskLimits:
+    def __init__(
+        self,
+        config: StrategyConfig,
+        sync_weights_interval: int,
+        is_valid: IsValid | None = None,
+        should_continue: ShouldContinue | None = None,
+    ) -> None:
+        """`is_valid` and `should_continue` are the functions that the configuration names."""
+        self._config, self._is_valid, self._should_continue = config, is_valid, should_continue
+        self.horizon = stale_threshold(config.max_staleness, sync_weights_interval)
+        """How many steps beyond the served version may be worked for."""
+        self.paces = config.admission == "capacity"
+        """Whether admission is by capacity."""
+        bound = config.hard_max_staleness if self.paces else config.max_staleness
+        token_bound = config.max_token_staleness
+        self.limits = TaskLimits(
+            stale_threshold=None if bound is None else stale_threshold(bound, sync_weights_interval),
+            token_stale_threshold=(
+                None if token_bound is None else stale_threshold(token_bound, sync_weights_interval)
+            ),
+            retry=config.tail_batch_trigger_size >= 0,
+            max_tries=config.tail_batch_max_tries,
+        )
         """How the buffer ages this task's groups."""
-        return TaskLimits(self.stale_threshold, retry=self._config.tail_batch_trigger_size >= 0)
 
     @property
-    def drop_uniform_rewards(self) -> bool:
-        """Whether a group whose rewards are all equal is filtered."""
-        return self._config.drop_uniform_rewards
+    def may_end_early(self) -> bool:
+        """Whether a round may end before its target is met: its batch is then what is there."""
+        return self._should_continue is not None
+
+    def is_valid(self, group: Group) -> bool:
+        """Whether a judged group is trained."""
+        if self._config.drop_uniform_rewards and len({state.reward for state in group.states}) == 1:
+            return False
+        return self._is_valid is None or self._is_valid(group)
+
+    def should_continue(self, completed: int, target: int) -> bool:
+        """Whether a round that has `completed` of `target` groups goes on."""
+        if self._should_continue is not None and not self._should_continue(completed, target):
+            return False
+        return completed < target
 
     def is_production_expired(self, future_step: int, version: int) -> bool:
         """Whether groups made now would be too old for `future_step`: only newer weights help."""
-        return production_expired(future_step, version, self.stale_threshold)
+        return production_expired(future_step, version, self.horizon)
 
     def waits_for_consumer(self, future_step: int, next_consumer_step: int) -> bool:
         """Whether `future_step` may be produced only once the consumer has come to it."""
@@ -84,7 +130,8 @@ class AsyncProduceStrategy:
     ) -> SpawnPlan:
         """What to start, in groups; all counts are this task's."""
         budget = oversample_budget(self._config.over_sample_threshold, task_batch_size)
-        wanted = desired_pending(target, available, 0 if tail_batch else budget) - pending
+        aim = available + desired_pending(target, available, 0 if tail_batch else budget)
+        wanted = admission_capacity(aim, available, pending, self._config.max_pending)
         retry_first = tail_batch or self._config.tail_batch_trigger_size == 0
         sources = (Status.EXPIRED, Status.ABORTED) if retry_first else (Status.ABORTED,)
         return SpawnPlan(max(0, wanted), sources)
@@ -93,19 +140,39 @@ class AsyncProduceStrategy:
 class SyncProduceStrategy(AsyncProduceStrategy):
     """Nothing ahead of the consumer, nothing beyond the batch, no data older than one sync period."""
 
-    def __init__(self, config: StrategyConfig, sync_weights_interval: int) -> None:
-        on_policy = config.model_copy(update={"max_staleness": 0, "over_sample_threshold": 0.0})
-        super().__init__(on_policy, sync_weights_interval)
+    def __init__(
+        self,
+        config: StrategyConfig,
+        sync_weights_interval: int,
+        is_valid: IsValid | None = None,
+        should_continue: ShouldContinue | None = None,
+    ) -> None:
+        on_policy = config.model_copy(
+            update={"max_staleness": 0, "over_sample_threshold": 0.0, "admission": "horizon"}
+        )
+        super().__init__(on_policy, sync_weights_interval, is_valid, should_continue)
 
     def waits_for_consumer(self, future_step: int, next_consumer_step: int) -> bool:
         """A step is produced once the batch before it was taken."""
         return future_step > next_consumer_step
 
 
-def build_strategy(config: StrategyConfig, sync_weights_interval: int) -> AsyncProduceStrategy:
-    """The strategy that the configuration names."""
+def build_strategy(
+    config: StrategyConfig,
+    sync_weights_interval: int,
+    is_valid: IsValid | None = None,
+    should_continue: ShouldContinue | None = None,
+) -> AsyncProduceStrategy:
+    """The strategy that the configuration names, with the functions it names unless others are given.
+
+    Raises ConfigError if one of them cannot be imported.
+    """
+    if is_valid is None and config.is_valid is not None:
+        is_valid = load_function(config.is_valid, "strategy.is_valid")
+    if should_continue is None and config.should_continue is not None:
+        should_continue = load_function(config.should_continue, "strategy.should_continue")
     kinds = {"async": AsyncProduceStrategy, "sync": SyncProduceStrategy}
-    return kinds[config.kind](config, sync_weights_interval)
+    return kinds[config.kind](config, sync_weights_interval, is_valid, should_continue)
 
 
 class Signal:
@@ -140,6 +207,8 @@ class PendingGroup:
     """Its trajectories as they were when it started: what is put back if nothing better comes."""
     task: asyncio.Task[Group]
     started_s: float
+    stored: bool = False
+    """It came out of the buffer, which still knows it."""
     put_back: bool = False
     """A pause gave up on it and cancelled it."""
     num_tokens: int = field(init=False)
@@ -192,26 +261,29 @@ class PendingSet:
             self._gate_open = False
         self.changed.notify()
 
-    def spawn(self, group: Group, work: Coroutine[Any, Any, Group], now_s: float) -> PendingGroup:
+    def spawn(
+        self, group: Group, work: Coroutine[Any, Any, Group], now_s: float, *, stored: bool = False
+    ) -> PendingGroup:
         """Start a group. The caller holds the lock, and has held it since it saw the gate open."""
         assert self.lock.locked() and self._gate_open, "a group is started under the lock with the gate open"
         assert group.key not in self._pending, f"group {group.key} is in flight already"
         last_known = [replace(state) for state in group.states]
         task = asyncio.get_running_loop().create_task(work, name=f"group {group.task}/{group.group_id}")
         task.add_done_callback(lambda _: self.changed.notify())
-        entry = PendingGroup(group.key, last_known, task, now_s)
+        entry = PendingGroup(group.key, last_known, task, now_s, stored)
         self._pending[group.key] = entry
         return entry
 
-    async def settle(self, receive: Callable[[PendingGroup], Awaitable[None]]) -> int:
-        """Hand every finished group to `receive`, then forget it. The caller holds the lock. How many.
+    async def settle(self, receive: Callable[[list[PendingGroup]], Awaitable[None]]) -> int:
+        """Hand all finished groups to `receive`, then forget them. The caller holds the lock. How many.
 
-        If `receive` raises, that group and those after it stay, to be received by the next who settles.
+        If `receive` raises they stay, to be received by the next who settles.
         """
         assert self.lock.locked(), "finished groups are claimed under the lock"
         finished = [entry for entry in self._pending.values() if entry.task.done()]
+        if finished:
+            await receive(finished)
         for entry in finished:
-            await receive(entry)
             del self._pending[entry.key]
         return len(finished)
 

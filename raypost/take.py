@@ -41,16 +41,29 @@ async def try_take(context: ProduceContext, step: int, *, refresh: bool) -> Take
     behind = context.version is not None and step - 1 > context.version
     if context.status is ProduceBatchStatus.EXPIRED_BATCH and behind:
         return await _result(context, step, None), None
-    wanted = {task: groups for task, groups in context.allocation.items() if groups > 0}
-    lease = await context.buffer.lease(step, wanted)
+    wanted = {task: groups for task, groups in progress.allocation(step).items() if groups > 0}
+    lease = await context.buffer.lease(step, await _there(context, wanted))
     if lease is None:
-        await _check_can_resolve(context, step, wanted)
+        if not await _can_resolve(context, step, wanted):
+            if behind:
+                return await _result(context, step, None), None
+            raise ProductionError(await _dead_end(context, step, wanted))
         return None
     _consume(context, lease)
     # Ages what stays: from now on it can be trained at the next step at the earliest.
     await context.refresh(step + 1)
     context.pending.changed.notify()
     return await _result(context, step, lease), lease.packed
+
+
+async def _there(context: ProduceContext, wanted: dict[str, int]) -> dict[str, int]:
+    """What is leased: all that is wanted, or of tasks whose rounds may end early what there is of it."""
+    early = {task for task in wanted if context.tasks[task].strategy.may_end_early}
+    if not early:
+        return wanted
+    groups = (await context.counts()).groups
+    there = {task: groups.get(task, {}).get(Status.COMPLETED, 0) for task in early}
+    return {task: min(share, there[task]) if task in early else share for task, share in wanted.items()}
 
 
 async def take_again(context: ProduceContext, step: int) -> PackedGroups:
@@ -70,33 +83,45 @@ def _consume(context: ProduceContext, lease: Lease) -> None:
     context.progress.consume(lease.step, taken)
 
 
-async def _check_can_resolve(context: ProduceContext, step: int, wanted: dict[str, int]) -> None:
-    """Raise if production has stopped for good although the batch is not there."""
-    stopped = context.status is ProduceBatchStatus.EXPIRED_BATCH and not len(context.pending)
-    if not stopped:
-        return
-    stocks = await context.stocks()
+async def _can_resolve(context: ProduceContext, step: int, wanted: dict[str, int]) -> bool:
+    """Whether the batch can still come without newer weights."""
+    if context.version is None:
+        return True
     progress = context.progress
     for task in wanted:
-        if progress.consumed[task] + stocks[task].get(Status.COMPLETED, 0) < progress.target[task]:
-            # Groups expired after production had stopped: the deficit starts it again.
-            return
-    raise ProductionError(
+        strategy = context.tasks[task].strategy
+        ahead = strategy.is_production_expired(progress.producer_future_step[task], context.version)
+        if progress.target_upto[task] < step and ahead:
+            return False
+    if context.status is not ProduceBatchStatus.EXPIRED_BATCH or len(context.pending):
+        return True
+    groups = (await context.counts()).groups
+    # Groups that expired after production had stopped are a deficit, which starts it again.
+    return any(
+        progress.available(task, groups.get(task, {}).get(Status.COMPLETED, 0)) < progress.target[task]
+        for task in wanted
+    )
+
+
+async def _dead_end(context: ProduceContext, step: int, wanted: dict[str, int]) -> str:
+    groups = (await context.counts()).groups
+    return (
         f"step {step} can never be filled: production stopped at its staleness bound, the step needs {wanted}, "
-        f"the buffer holds {stocks}; {context.describe()}"
+        f"the buffer holds {groups}; {context.describe()}"
     )
 
 
 async def _result(context: ProduceContext, step: int, lease: Lease | None) -> TakeStatus:
-    stocks = await context.stocks()
-    buffered = sum(stock.get(Status.COMPLETED, 0) for stock in stocks.values())
+    groups = (await context.counts()).groups
+    buffered = sum(stock.get(Status.COMPLETED, 0) for stock in groups.values())
     if lease is None:
-        return TakeStatus(status=str(context.status), step=step, num_groups=0, buffered=buffered)
+        expired = str(ProduceBatchStatus.EXPIRED_BATCH)
+        return TakeStatus(status=expired, step=step, num_groups=0, buffered=buffered)
     return TakeStatus(
         status=str(context.status),
         step=step,
         num_groups=len(lease.keys),
-        num_samples=len(lease.packed.header),
+        num_samples=lease.packed.num_samples,
         staleness=lease.staleness,
         buffered=buffered,
         metrics=context.progress.read_metrics(),

@@ -15,13 +15,50 @@ class ConfigModel(BaseModel):
 class SourceConfig(ConfigModel):
     """Where prompts come from."""
 
-    kind: Literal["reasoning_gym", "jsonl"]
-    dataset: str
-    """Name of the reasoning-gym dataset, or path of a JSONL file ({"prompt": ..., "answer": ...} a line)."""
+    kind: Literal["reasoning_gym", "jsonl", "parquet", "hf_disk", "python"]
+    dataset: str | Annotated[tuple[str, ...], Field(min_length=1)]
+    """reasoning_gym: name of the dataset. jsonl, parquet: path or glob pattern of the files, or a list of them,
+    read in that order. hf_disk: folder that a Hugging Face dataset's save_to_disk wrote. python:
+    `module:function`, called with `params`, that returns a sequence of dicts, or an iterable of them without a
+    length; whenever it is called, the same ones in the same order."""
     params: dict[str, Any] = Field(default_factory=dict)
-    """Parameters of the reasoning-gym dataset."""
-    size: Annotated[int, Field(ge=1)] = 100_000
-    """Problems in one epoch; later epochs repeat them in another order."""
+    """Parameters of the reasoning-gym dataset or of the function; for hf_disk `split`, where it has several."""
+    question_field: str = "prompt"
+    """Field, or column, of the question."""
+    answer_field: str = "answer"
+    """Field, or column, of the answer; all others become metadata of the prompt."""
+    size: Annotated[int, Field(ge=1)] | None = None
+    """Problems in one epoch; later epochs repeat them in another order, those of an iterable without a length
+    in the same one. null: all; 100,000 of reasoning-gym, which never end."""
+    num_workers: Annotated[int, Field(ge=0)] = 0
+    """Processes that read and tokenise prompts ahead; 0: the producer does so itself, when it needs one."""
+
+    @model_validator(mode="after")
+    def _options_fit_the_kind(self) -> SourceConfig:
+        kind = self.kind
+        if not isinstance(self.dataset, str) and kind not in ("jsonl", "parquet"):
+            raise ValueError(
+                f"dataset is a list of {len(self.dataset)}, which kind {kind!r} cannot have: name one, or use kind "
+                "'jsonl' or 'parquet'"
+            )
+        if kind == "python" and not re.fullmatch(r"[\w.]+:[\w.]+", str(self.dataset)):
+            raise ValueError(f"dataset {self.dataset!r} is no import path: write it as module:function")
+        known = {"jsonl": set(), "parquet": set(), "hf_disk": {"split"}}.get(kind, set(self.params))
+        if unknown := sorted(set(self.params) - known):
+            raise ValueError(
+                f"params has {', '.join(unknown)}, which kind {kind!r} does not use: "
+                + ("it has split alone" if known else "leave params out")
+            )
+        if self.question_field == self.answer_field:
+            raise ValueError(
+                f"question_field and answer_field are both {self.question_field!r}: the answer would be in the prompt"
+            )
+        if kind == "reasoning_gym" and (self.question_field, self.answer_field) != ("prompt", "answer"):
+            raise ValueError(
+                f"kind 'reasoning_gym' has no fields {self.question_field!r} and {self.answer_field!r}: leave "
+                "question_field and answer_field out"
+            )
+        return self
 
 
 class StrategyConfig(ConfigModel):
@@ -83,6 +120,34 @@ class JudgeConfig(ConfigModel):
         return self
 
 
+class AgentLoopConfig(ConfigModel):
+    """How a prompt becomes a trajectory."""
+
+    kind: Literal["single_turn", "environment"] = "single_turn"
+    """One response, scored by the judge; or turns with an environment, which gives the rewards."""
+    environment: str | None = None
+    """`module:function`, called with `params` for every trajectory, that returns an environment with
+    `reset(metadata)` and `step(action)`."""
+    params: dict[str, Any] = Field(default_factory=dict)
+    """Arguments of that function."""
+    max_turns: Annotated[int, Field(ge=1)] = 16
+    """Actions of a trajectory at most."""
+    max_turn_tokens: Annotated[int, Field(ge=1)] | None = None
+    """Tokens of one action at most; null: what is left of the task's max_tokens, which counts observations too."""
+    step_timeout_s: Annotated[float, Field(gt=0)] = 60
+    """Longest time an environment may take to answer."""
+
+    @model_validator(mode="after")
+    def _environment_is_named(self) -> AgentLoopConfig:
+        if self.kind == "environment" and self.environment is None:
+            raise ValueError("kind 'environment' needs `environment`: name its function as module:function")
+        if self.kind == "single_turn" and self.environment is not None:
+            raise ValueError(
+                f"environment {self.environment!r} is not used by kind 'single_turn': use 'environment'"
+            )
+        return self
+
+
 class TaskConfig(ConfigModel):
     """One weighted source of prompts with its own agent loop, judge and strategy."""
 
@@ -94,6 +159,7 @@ class TaskConfig(ConfigModel):
     )
     """Weight from a train step on, for instance {100: 0.5}; before the first entry `weight` holds."""
     source: SourceConfig
+    agent_loop: AgentLoopConfig = AgentLoopConfig()
     judge: JudgeConfig = JudgeConfig()
     strategy: StrategyConfig = StrategyConfig()
     prompt_template: str = "{question}"

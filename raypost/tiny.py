@@ -29,9 +29,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from raypost.config import SourceConfig
 from raypost.datasets import gym_dataset, is_held_out
 from raypost.errors import ConfigError
+from raypost.task_config import SourceConfig
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -146,7 +146,7 @@ def problems(recipe: TinyRecipe, seed: int) -> Iterator[dict[str, Any]]:
     params = {"min_terms": recipe.terms, "max_terms": recipe.terms, "min_digits": 1, "max_digits": 1}
     source = SourceConfig(kind="reasoning_gym", dataset=DATASET, params=params, size=10**9)
     dataset = gym_dataset(source, seed, part=2)
-    for index in range(source.size):
+    for index in range(len(dataset)):
         entry = dataset[index]
         if not is_held_out(entry["question"]):
             yield entry

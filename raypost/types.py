@@ -127,6 +127,8 @@ class RolloutState:
     """How often a pause interrupted this trajectory."""
     worker: str = ""
     """Rollout worker that produced the last segment."""
+    priority: int = 0
+    """Of its requests where engines are shared; see GenerateRequest."""
 
     def __post_init__(self) -> None:
         self.check_aligned()

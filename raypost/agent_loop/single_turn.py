@@ -7,6 +7,9 @@ routing (the generator) nor scoring (the judge).
                                   |          +- judging interrupted -> ABORTED, tokens kept
                                   +- pause -> ABORTED          +- JudgeError -> FAILED
 
+Of a pause, "keep" and "wait" are the generator's alone: judging goes on through the one and is waited for by
+the other. "abort" also calls `interrupt`, again and again, because judging may begin between two calls.
+
 Invariants: a continuation sends exactly the ids that were sampled; `max_tokens` of a trajectory never
 changes, only that of its request; a failure is never a reward; a COMPLETED member is neither generated nor
 judged again; one member's failure does not stop its siblings.
@@ -49,7 +52,7 @@ class SingleTurnAgentLoop:
         judge_grace_s: float = 10.0,
     ) -> None:
         """`decode` turns response ids into the text that is judged. `judge_grace_s` is how long judging may go
-        on after `interrupt`; it must be shorter than the producer's pause_timeout_s."""
+        on after `interrupt`; it must be shorter than the time between two of these (pause.PauseDeadlines)."""
         self._generator, self._judge, self._decode = generator, judge, decode
         self._enable_partial_rollout = enable_partial_rollout
         self._request_timeout_s, self._judge_grace_s = request_timeout_s, judge_grace_s
@@ -72,7 +75,8 @@ class SingleTurnAgentLoop:
         return group
 
     async def interrupt(self) -> None:
-        """End the judging that is going on within its grace period; its members come back ABORTED."""
+        """End the judging that is going on within its grace period; its members come back ABORTED. Repeatable:
+        what was interrupted before keeps its deadline."""
         loop = asyncio.get_running_loop()
         for judging in list(self._judging):
             loop.call_later(self._judge_grace_s, judging.cancel)
@@ -91,6 +95,7 @@ class SingleTurnAgentLoop:
             request_id=f"{state.task}/{state.group_id}/{state.sample_index}/{uuid.uuid4().hex[:8]}",
             token_ids=np.concatenate([state.prompt_ids, state.response_ids]),
             sample_params=replace(state.sample_params, max_tokens=state.remaining_tokens),
+            priority=state.priority,
         )
         try:
             async with asyncio.timeout(self._request_timeout_s):

@@ -13,9 +13,9 @@ import re
 from collections.abc import Callable
 from typing import Any
 
-from raypost.config import JudgeConfig, TaskConfig
 from raypost.datasets import gym_dataset
 from raypost.errors import JudgeError
+from raypost.task_config import JudgeConfig, TaskConfig
 from raypost.types import RolloutState
 
 Scorer = Callable[[str, dict[str, Any]], float]

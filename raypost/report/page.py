@@ -10,7 +10,18 @@ from typing import Any
 
 import yaml
 
-from raypost.formatting import MISSING, change, count, moment, number, percent, score, seconds, size
+from raypost.formatting import (
+    MISSING,
+    change,
+    count,
+    length_bias,
+    moment,
+    number,
+    percent,
+    score,
+    seconds,
+    size,
+)
 
 _LEARNING = ("held_out", "reward", "loss", "entropy", "grad_norm", "response_tokens_mean")
 _DATA = ("staleness", "mismatch")
@@ -37,7 +48,7 @@ def render(report: Mapping[str, Any], config: Mapping[str, Any], svgs: Mapping[s
         learning=_figures(svgs, _LEARNING),
         timeline=_timeline(report, svgs),
         data=_figures(svgs, _DATA),
-        groups=_groups(report["groups"]),
+        groups=_groups(report["groups"]) + _lengths(report["length_bias"]),
         details=_details(report),
         evals=_evals(report["evals"]),
         versions=_table([(name, version) for name, version in report["versions"].items()]),
@@ -129,6 +140,15 @@ def _groups(groups: Mapping[str, int]) -> str:
     return (
         f"<p>{groups['sampled']:,} groups were sampled from the dataset. Each is in exactly one of these "
         f"places.</p><table class='groups'>{''.join(rows)}</table>"
+    )
+
+
+def _lengths(bias: Mapping[str, Any] | None) -> str:
+    if bias is None:
+        return ""
+    return (
+        f"<p><b>Length bias.</b> {escape(length_bias(bias))}. Dropping what is old takes long answers more often "
+        "than short ones, so this says how far what was trained is from what was generated.</p>"
     )
 
 

@@ -16,8 +16,10 @@ import numpy as np
 import yaml
 from numpy.typing import NDArray
 
+from raypost.ledger import LEDGER_FILE
 from raypost.metrics import HELD_OUT, STALENESS, SpanTable, finite_floats, union
 from raypost.report import files
+from raypost.tally import RunSummary, run_summary
 
 Column = NDArray[np.float64]
 
@@ -46,6 +48,8 @@ class RunRecord:
     not_finite: list[str] = field(default_factory=list)
     """Metrics that were NaN or infinite in some step."""
     spans: SpanTable = field(default_factory=dict)
+    ledger: RunSummary | None = None
+    """Where the groups of the history that survived went; None without a ledger."""
 
     def column(self, name: str) -> Column:
         """Values of a metric by step, NaN where missing, also when no step has it."""
@@ -70,6 +74,7 @@ def load_record(run_dir: Path) -> RunRecord:
         staleness=table.staleness(),
         not_finite=sorted(table.not_finite),
         spans=_read_spans(run_dir),
+        ledger=run_summary(run_dir) if (run_dir / LEDGER_FILE).exists() else None,
     )
     starts, last_seen = _read_events(run_dir, record)
     times = [*starts, *last_seen, *(end for spans in record.spans.values() for end in spans[-1:, 1])]

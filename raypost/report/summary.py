@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from raypost import __version__, metrics
+from raypost import __version__, formatting, metrics
 from raypost.config import Config
 from raypost.report.record import Column, RunRecord, held_out_scores
 from raypost.types import GroupCounts
@@ -31,6 +31,8 @@ PACKAGES = (
     "reasoning-gym",
 )
 """Whose versions a report names, where installed."""
+BIASED_RATIO, BIASED_SHARE = 1.1, 0.01
+"""What age took away is named as a bias from both on: so much longer than what was trained, and so large a share."""
 KILLED = "the run ended without closing its record: it was killed, or its machine went away"
 
 
@@ -74,6 +76,7 @@ def summarise(record: RunRecord, config: Config) -> dict[str, Any]:
         **_time(record, config),
         **_weights(record),
         **_tokens(record),
+        "length_bias": None if record.ledger is None else record.ledger.length_bias.as_dict(),
     }
     report["versions"] = record.versions
     report["problems"] = _problems(report, record)
@@ -159,6 +162,9 @@ def _problems(report: dict[str, Any], record: RunRecord) -> list[str]:
     worst, bound = report["staleness_max"], report["staleness_bound"]
     if worst is not None and worst > bound:
         problems.append(f"a group of staleness {worst} was trained, the bound is {bound}")
+    if record.ledger is not None and record.ledger.problems:
+        problems.append(f"the ledger does not add up: {record.ledger.problems[0]}; see `raypost explain`")
+    problems += _bias(report["length_bias"])
     if record.not_finite:
         problems.append(f"not finite in some step: {', '.join(record.not_finite)}")
     if not record.counts:
@@ -175,6 +181,15 @@ def _problems(report: dict[str, Any], record: RunRecord) -> list[str]:
     if unreachable:
         problems.append(f"did not answer telemetry at some time: {', '.join(sorted(unreachable))}")
     return problems
+
+
+def _bias(bias: dict[str, Any] | None) -> list[str]:
+    if bias is None or bias["ratio"] is None or bias["share"] < BIASED_SHARE or bias["ratio"] < BIASED_RATIO:
+        return []
+    return [
+        f"training is biased towards short answers: {formatting.length_bias(bias)}; continue interrupted groups "
+        "(enable_partial_rollout) or allow a larger max_staleness"
+    ]
 
 
 def reward_curve(record: RunRecord) -> Column:

@@ -8,6 +8,9 @@ from typing import Any
 
 import numpy as np
 
+from raypost.config import PauseMode
+from raypost.errors import EngineLostError
+from raypost.pause import stricter
 from raypost.types import GenerateRequest, GenerateResult, WeightReport, WorkerStats
 
 
@@ -20,46 +23,65 @@ class ScriptedWorker:
         self.digest = ""
         self.gate_open = False
         self.running = 0
-        self.generated_while_paused = 0
+        self.mode: PauseMode | None = None
+        self.started = False
 
     def __repr__(self) -> str:
         return self.name
 
     async def start(self) -> dict[str, Any]:
+        self.started = True
         return {"pid": os.getpid()}
 
+    def check_started(self) -> None:
+        if not self.started:
+            raise EngineLostError(f"{self.name} has no engine")
+
     async def generate(self, request: GenerateRequest) -> GenerateResult:
+        self.check_started()
         if not self.gate_open:
             return GenerateResult.nothing("abort", self.name)
         self.running += 1
         ids: list[int] = []
+        versions: list[int] = []
         try:
             while len(ids) < request.sample_params.max_tokens:
                 await asyncio.sleep(self.token_s)
-                if not self.gate_open:
+                if self.mode == "abort":
                     break
+                if self.mode == "keep":
+                    continue
+                assert self.version is not None
                 ids.append(len(ids) + 1)
+                versions.append(self.version)
         finally:
             self.running -= 1
         done = len(ids) == request.sample_params.max_tokens
         return GenerateResult(
             response_ids=np.asarray(ids, np.int32),
             logprobs=np.zeros(len(ids), np.float32),
-            policy_versions=np.full(len(ids), self.version, np.int32),
+            policy_versions=np.asarray(versions, np.int32),
             finish_reason="length" if done else "abort",
             worker=self.name,
         )
 
-    async def pause(self, mode: str = "abort") -> None:
+    async def pause(self, mode: PauseMode = "abort") -> None:
         self.gate_open = False
-        while self.running:
+        self.mode = stricter(self.mode, mode)
+        while self.running and self.mode != "keep":
             await asyncio.sleep(0.005)
 
+    async def paused_as(self) -> PauseMode | None:
+        return self.mode
+
     async def resume(self, version: int) -> None:
+        self.check_started()
         assert version == self.version
+        self.mode = None
         self.gate_open = True
 
     async def load_weights(self, manifest: Any, *buckets: Any) -> WeightReport:
+        self.check_started()
         self.version, self.digest = manifest.version, "lie" if self.lie else manifest.digest
         return WeightReport(version=self.version, digest=self.digest, worker=self.name, load_s=0.01)
 
@@ -70,7 +92,7 @@ class ScriptedWorker:
         return WorkerStats(
             worker=self.name,
             version=-1 if self.version is None else self.version,
-            running=self.running,
+            running=0 if self.mode == "keep" else self.running,
             generated_tokens=0,
             busy_s=0.0,
             uptime_s=0.0,

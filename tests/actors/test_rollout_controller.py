@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Awaitable, Callable
+import time
+from collections.abc import Awaitable, Callable, Iterator
 from typing import Any
 
 import numpy as np
@@ -74,6 +75,15 @@ class Pool:
             ray.kill(handle)
 
 
+@pytest.fixture(scope="module")
+def pool(local_ray: None) -> Iterator[Pool]:
+    """One for all tests that need nothing special: starting actors takes seconds. Each serves a version first."""
+    shared = Pool(token_s=0.01)
+    ray.get(shared.controller.start.remote(), timeout=DEADLINE_S)
+    yield shared
+    shared.end()
+
+
 async def with_pool(test: Callable[[Pool], Awaitable[None]], **options: Any) -> None:
     pool = Pool(**options)
     try:
@@ -83,64 +93,151 @@ async def with_pool(test: Callable[[Pool], Awaitable[None]], **options: Any) -> 
         pool.end()
 
 
-async def test_requests_are_spread_and_carry_the_version() -> None:
-    async def check(pool: Pool) -> None:
-        await pool.serve(7)
-        results = await asyncio.gather(*(pool.controller.generate.remote(request(f"r{n}")) for n in range(8)))
-        assert {result.worker for result in results} == set(pool.workers)
-        assert all(result.policy_versions.tolist() == [7] * 4 for result in results)
-
-    await with_pool(check, token_s=0.02)
+async def test_requests_are_spread_and_carry_the_version(pool: Pool) -> None:
+    await pool.serve(7)
+    results = await asyncio.gather(*(pool.controller.generate.remote(request(f"r{n}")) for n in range(8)))
+    assert {result.worker for result in results} == set(pool.workers)
+    assert all(result.policy_versions.tolist() == [7] * 4 for result in results)
 
 
-async def test_nothing_generates_between_pause_and_resume() -> None:
+async def test_nothing_generates_between_pause_and_resume(pool: Pool) -> None:
+    await pool.serve(1)
+    running = [pool.controller.generate.remote(request(f"r{n}", 1000)) for n in range(6)]
+    await asyncio.sleep(0.3)
+    await pool.controller.pause.remote()
+    assert [stats.running for stats in await pool.controller.stats.remote()] == [0, 0]
+    for result in await asyncio.gather(*running):
+        assert result.finish_reason == "abort" and 0 < len(result.response_ids) < 1000
+    late = await pool.controller.generate.remote(request("late"))
+    assert late.finish_reason == "abort" and len(late.response_ids) == 0
+    await pool.serve(2)
+    again = await pool.controller.generate.remote(request("again"))
+    assert again.policy_versions.tolist() == [2] * 4
+
+
+async def test_dead_workers_requests_continue_elsewhere_and_it_returns_with_the_current_version(
+    pool: Pool,
+) -> None:
+    await pool.serve(3)
+    running = [pool.controller.generate.remote(request(f"r{n}", 60)) for n in range(6)]
+    await asyncio.sleep(0.2)
+    pool.workers["rollout-0"].die.remote()
+    results: list[GenerateResult] = await asyncio.gather(*running)
+    assert [len(result.response_ids) for result in results] == [60] * 6
+    await pool.until_up("rollout-0")
+    assert (await pool.workers["rollout-0"].stats.remote()).version == 3
+    served = await asyncio.gather(*(pool.controller.generate.remote(request(f"s{n}")) for n in range(8)))
+    assert {result.worker for result in served} == set(pool.workers)
+
+
+async def test_worker_that_returns_during_a_pause_stays_paused_and_holds_the_new_version(pool: Pool) -> None:
+    await pool.serve(1)
+    await pool.controller.pause.remote()
+    with contextlib.suppress(RayActorError):
+        await pool.workers["rollout-0"].die.remote()
+    reports = await pool.controller.load_weights.remote(*manifest(2))
+    assert reports
+    await pool.until_up("rollout-0")
+    direct = await pool.workers["rollout-0"].generate.remote(request("direct"))
+    assert direct.finish_reason == "abort", "the gate of a returned worker must be closed during a pause"
+    assert (await pool.workers["rollout-0"].stats.remote()).version == 2
+
+
+async def test_keep_freezes_requests_and_they_go_on_under_the_next_version(pool: Pool) -> None:
+    await pool.serve(1)
+    running = [pool.controller.generate.remote(request(f"r{n}", 60)) for n in range(6)]
+    await asyncio.sleep(0.3)
+    await pool.controller.pause.remote("keep")
+    assert [stats.running for stats in await pool.controller.stats.remote()] == [0, 0]
+    late = await pool.controller.generate.remote(request("late"))
+    assert (late.finish_reason, len(late.response_ids)) == ("abort", 0)
+    await pool.controller.load_weights.remote(*manifest(2))
+    ready, _ = ray.wait(running, timeout=0.3)
+    assert ready == []
+    await pool.controller.resume.remote(2)
+    for result in await asyncio.gather(*running):
+        assert result.finish_reason == "length"
+        assert sorted(set(result.policy_versions.tolist())) == [1, 2]
+
+
+async def test_wait_lets_requests_end_and_refuses_new_ones(pool: Pool) -> None:
+    await pool.serve(1)
+    running = [pool.controller.generate.remote(request(f"r{n}", 60)) for n in range(6)]
+    await asyncio.sleep(0.2)
+    pause = pool.controller.pause.remote("wait")
+    await asyncio.sleep(0.1)
+    late = await pool.controller.generate.remote(request("late"))
+    assert (late.finish_reason, len(late.response_ids)) == ("abort", 0)
+    await pause
+    ready, _ = ray.wait(running, num_returns=6, timeout=1)
+    assert len(ready) == 6
+    assert {result.finish_reason for result in await asyncio.gather(*running)} == {"length"}
+
+
+@pytest.mark.parametrize("first", ["wait", "keep"])
+async def test_abort_overrules_a_gentler_pause_even_one_under_way(pool: Pool, first: str) -> None:
+    await pool.serve(1)
+    running = [pool.controller.generate.remote(request(f"r{n}", 10_000)) for n in range(6)]
+    await asyncio.sleep(0.2)
+    gentle = pool.controller.pause.remote(first)
+    await asyncio.sleep(0.2)
+    await asyncio.wait_for(pool.controller.pause.remote("abort"), 5)
+    await asyncio.wait_for(gentle, 5)
+    for result in await asyncio.wait_for(asyncio.gather(*running), 5):
+        assert result.finish_reason == "abort" and len(result.response_ids) > 0
+    await pool.controller.pause.remote(first)
+    assert {await worker.paused_as.remote() for worker in pool.workers.values()} == {"abort"}
+    await pool.serve(2)
+    again = await pool.controller.generate.remote(request("again"))
+    assert again.policy_versions.tolist() == [2] * 4
+
+
+@pytest.mark.parametrize(("mode", "victim"), [("keep", "rollout-0"), ("wait", "rollout-1")])
+async def test_worker_that_dies_in_a_pause_gives_its_requests_up_and_comes_back_paused_alike(
+    pool: Pool, mode: str, victim: str
+) -> None:
+    await pool.serve(1)
+    running = [pool.controller.generate.remote(request(f"r{n}", 100)) for n in range(6)]
+    await asyncio.sleep(0.2)
+    pause = pool.controller.pause.remote(mode)
+    await asyncio.sleep(0.05)
+    with contextlib.suppress(RayActorError):
+        await pool.workers[victim].die.remote()
+    await pause
+    # Until the pool has noticed the death, the worker counts as up.
+    over = 3 if mode == "keep" else 6
+    ready, _ = ray.wait(running, num_returns=over, timeout=10)
+    assert len(ready) == over
+    await pool.controller.load_weights.remote(*manifest(2))
+    await pool.until_up(victim)
+    assert {await worker.paused_as.remote() for worker in pool.workers.values()} == {mode}
+    direct = await pool.workers[victim].generate.remote(request("direct"))
+    assert direct.finish_reason == "abort", "the gate of a returned worker must be closed during a pause"
+    await pool.controller.resume.remote(2)
+    results: list[GenerateResult] = await asyncio.wait_for(asyncio.gather(*running), 10)
+    assert sorted(result.finish_reason for result in results) == ["abort"] * 3 + ["length"] * 3
+    assert all(len(result.response_ids) == 0 for result in results if result.finish_reason == "abort")
+    again = await asyncio.gather(*(pool.controller.generate.remote(request(f"a{n}")) for n in range(8)))
+    assert {result.worker for result in again} == set(pool.workers)
+    assert all(result.policy_versions.tolist() == [2] * 4 for result in again)
+
+
+async def test_time_in_which_requests_are_frozen_is_no_rollout_time() -> None:
     async def check(pool: Pool) -> None:
         await pool.serve(1)
-        running = [pool.controller.generate.remote(request(f"r{n}", 1000)) for n in range(6)]
-        await asyncio.sleep(0.3)
-        await pool.controller.pause.remote()
-        assert [stats.running for stats in await pool.controller.stats.remote()] == [0, 0]
-        for result in await asyncio.gather(*running):
-            assert result.finish_reason == "abort" and 0 < len(result.response_ids) < 1000
-        late = await pool.controller.generate.remote(request("late"))
-        assert late.finish_reason == "abort" and len(late.response_ids) == 0
-        await pool.serve(2)
-        again = await pool.controller.generate.remote(request("again"))
-        assert again.policy_versions.tolist() == [2] * 4
-
-    await with_pool(check, token_s=0.01)
-
-
-async def test_dead_workers_requests_continue_elsewhere_and_it_returns_with_the_current_version() -> None:
-    async def check(pool: Pool) -> None:
-        await pool.serve(3)
-        running = [pool.controller.generate.remote(request(f"r{n}", 60)) for n in range(6)]
+        running = pool.controller.generate.remote(request("r", 40))
         await asyncio.sleep(0.2)
-        pool.workers["rollout-0"].die.remote()
-        results: list[GenerateResult] = await asyncio.gather(*running)
-        assert [len(result.response_ids) for result in results] == [60] * 6
-        await pool.until_up("rollout-0")
-        assert (await pool.workers["rollout-0"].stats.remote()).version == 3
-        served = await asyncio.gather(*(pool.controller.generate.remote(request(f"s{n}")) for n in range(8)))
-        assert {result.worker for result in served} == set(pool.workers)
+        await pool.controller.pause.remote("keep")
+        paused = time.time()
+        await asyncio.sleep(0.3)
+        resumed = time.time()
+        await pool.controller.resume.remote(1)
+        await running
+        spans = await pool.controller.drain_spans.remote()
+        assert len(spans) == 2
+        assert spans[0].end_s <= paused and resumed <= spans[1].start_s
 
-    await with_pool(check, token_s=0.02)
-
-
-async def test_worker_that_returns_during_a_pause_stays_paused_and_holds_the_new_version() -> None:
-    async def check(pool: Pool) -> None:
-        await pool.serve(1)
-        await pool.controller.pause.remote()
-        with contextlib.suppress(RayActorError):
-            await pool.workers["rollout-0"].die.remote()
-        reports = await pool.controller.load_weights.remote(*manifest(2))
-        assert reports
-        await pool.until_up("rollout-0")
-        direct = await pool.workers["rollout-0"].generate.remote(request("direct"))
-        assert direct.finish_reason == "abort", "the gate of a returned worker must be closed during a pause"
-        assert (await pool.workers["rollout-0"].stats.remote()).version == 2
-
-    await with_pool(check, token_s=0.01)
+    await with_pool(check, token_s=0.01, count=1)
 
 
 async def test_sync_fails_when_a_worker_holds_other_bytes_than_were_sent() -> None:
@@ -151,13 +248,10 @@ async def test_sync_fails_when_a_worker_holds_other_bytes_than_were_sent() -> No
     await with_pool(check, token_s=0.01, liar=1)
 
 
-async def test_version_that_is_not_held_is_not_served() -> None:
-    async def check(pool: Pool) -> None:
-        await pool.serve(1)
-        with pytest.raises(StaleWeightsError, match="cannot serve version 2: the pool holds 1"):
-            await pool.controller.resume.remote(2)
-
-    await with_pool(check, token_s=0.01)
+async def test_version_that_is_not_held_is_not_served(pool: Pool) -> None:
+    await pool.serve(1)
+    with pytest.raises(StaleWeightsError, match="cannot serve version 2: the pool holds 1"):
+        await pool.controller.resume.remote(2)
 
 
 async def test_request_past_its_deadline_fails_and_names_the_worker() -> None:
@@ -168,3 +262,29 @@ async def test_request_past_its_deadline_fails_and_names_the_worker() -> None:
         assert "rollout-0 to generate slow" in (result.error or "")
 
     await with_pool(check, token_s=0.05, count=1, request_timeout_s=1)
+
+
+async def test_worker_started_again_behind_the_pools_back_is_brought_back_before_it_serves(
+    pool: Pool,
+) -> None:
+    """Nobody called it when it died: the pool learns of it from a worker that says it has no engine."""
+    await pool.serve(5)
+    with contextlib.suppress(RayActorError):
+        await pool.workers["rollout-0"].die.remote()
+    await asyncio.wait_for(_until_answers(pool.workers["rollout-0"]), DEADLINE_S)
+    assert (await pool.controller.states.remote())["rollout-0"] == "up"
+    await pool.controller.pause.remote()
+    await pool.controller.resume.remote(5)
+    results = await asyncio.gather(*(pool.controller.generate.remote(request(f"r{n}")) for n in range(4)))
+    assert all(result.policy_versions.tolist() == [5] * 4 for result in results)
+    await pool.until_up("rollout-0")
+    served = await asyncio.gather(*(pool.controller.generate.remote(request(f"s{n}")) for n in range(8)))
+    assert {result.worker for result in served} == set(pool.workers)
+
+
+async def _until_answers(worker: Any) -> None:
+    while True:
+        with contextlib.suppress(RayActorError):
+            await worker.stats.remote()
+            return
+        await asyncio.sleep(0.1)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import gc
 import os
 import signal
 import time
@@ -15,117 +14,41 @@ import numpy as np
 import pytest
 import pytest_asyncio
 import ray
-import torch
 from ray.exceptions import RayActorError
-from transformers import LlamaConfig, LlamaForCausalLM
 
-from actors.rollout_worker import MAX_CONCURRENCY, EngineConfig, RolloutWorker
+from actors.placement import MAX_CONCURRENCY
+from actors.rollout_worker import RolloutWorker
 from raypost.errors import StaleWeightsError, WeightError
-from raypost.types import GenerateRequest, GenerateResult, SampleParams
-from raypost.weights import Bytes, Manifest, pack
+from raypost.types import GenerateRequest, SampleParams
+from raypost.weights import pack
+from tests.actors.tiny_engine import (
+    CONFIG,
+    PROMPT,
+    TOLERANCE,
+    VOCAB,
+    Bench,
+    change,
+    difference,
+    expected_logprobs,
+    make_model,
+    publish,
+    request,
+    started,
+)
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
-VOCAB = 50
-CONFIG = EngineConfig(device="cpu", dtype="float32", max_model_len=256, max_num_seqs=32, kv_cache_gb=0.1)
-PROMPT = np.asarray([3, 7, 11, 2, 5], np.int32)
-TOLERANCE = 1e-3
 REPOSITORY = Path(__file__).parents[2]
 one_engine = pytest.mark.parametrize("bench", ["tied"], indirect=True)
 """For what does not depend on how the model's head is stored."""
-
-
-def make_model(folder: Path, tied: bool) -> LlamaForCausalLM:
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=VOCAB,
-        hidden_size=64,
-        intermediate_size=128,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=32,
-        max_position_embeddings=256,
-        tie_word_embeddings=tied,
-        initializer_range=0.2,
-    )
-    config.architectures = ["LlamaForCausalLM"]
-    config.save_pretrained(folder)
-    return LlamaForCausalLM(config).eval()
-
-
-def change(model: LlamaForCausalLM) -> None:
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.add_(0.1 * torch.randn_like(parameter))
-
-
-def publish(model: LlamaForCausalLM, version: int) -> tuple[Manifest, list[Bytes]]:
-    """The model's weights in several buckets."""
-    tensors = (
-        (name, parameter.detach().numpy().reshape(-1).view(np.uint8), "float32", tuple(parameter.shape))
-        for name, parameter in model.named_parameters()
-    )
-    return pack(version, tensors, bucket_bytes=100_000)
-
-
-def expected_logprobs(model: LlamaForCausalLM, ids: np.ndarray, temperature: float = 1.0) -> np.ndarray:
-    """Logprob of every token but the first."""
-    tokens = torch.from_numpy(ids.astype(np.int64))[None]
-    with torch.no_grad():
-        logprobs = torch.log_softmax(model(tokens).logits[0, :-1] / temperature, -1)
-    return logprobs.gather(1, tokens[0, 1:, None])[:, 0].numpy()
-
-
-def request(name: str, max_tokens: int = 16, ids: np.ndarray = PROMPT, **params: float) -> GenerateRequest:
-    return GenerateRequest(
-        request_id=name, token_ids=ids, sample_params=SampleParams(max_tokens=max_tokens, **params)
-    )
-
-
-def difference(model: LlamaForCausalLM, result: GenerateResult, temperature: float = 1.0) -> float:
-    """Largest gap between the engine's logprobs of a result for PROMPT and transformers'."""
-    ids = np.concatenate([PROMPT, result.response_ids])
-    expected = expected_logprobs(model, ids, temperature)[len(PROMPT) - 1 :]
-    return float(np.max(np.abs(expected - result.logprobs)))
-
-
-class Bench:
-    """One worker, the model whose weights it should hold, and the version they have."""
-
-    def __init__(self, worker: RolloutWorker, model: LlamaForCausalLM) -> None:
-        self.worker, self.model, self.version = worker, model, -1
-
-    async def sync(self) -> None:
-        """Change the weights and bring them into the worker, which then serves."""
-        change(self.model)
-        self.version += 1
-        await self.worker.pause()
-        manifest, buckets = publish(self.model, self.version)
-        report = await self.worker.load_weights(manifest, *buckets)
-        assert (report.version, report.digest) == (self.version, manifest.digest)
-        await self.worker.resume(self.version)
-
-    async def assert_serves(self, version: int) -> None:
-        """The engine's logprobs are those of the model as it is now, under this version."""
-        result = await self.worker.generate(request("serves"))
-        assert set(result.policy_versions) == {version}
-        assert difference(self.model, result) < TOLERANCE
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module", params=["tied", "untied"])
 async def bench(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> AsyncIterator[Bench]:
-    folder = tmp_path_factory.mktemp(request.param)
-    model = make_model(folder, tied=request.param == "tied")
-    worker = RolloutWorker("rollout-0", str(folder), CONFIG, worker_index=0)
-    info = await worker.start()
-    yield Bench(worker, model)
-    await worker.shutdown()
-    # vLLM's engine is part of a cycle, and complains when it is collected at the interpreter's end.
-    gc.collect()
-    assert not any(Path(f"/proc/{pid}").exists() for pid in info["engine_pids"])
+    async with started(tmp_path_factory.mktemp(request.param), tied=request.param == "tied") as bench:
+        yield bench
 
 
 async def test_worker_without_weights_serves_nothing(bench: Bench) -> None:
@@ -311,7 +234,9 @@ async def test_versions_never_go_back_and_a_repeated_one_is_acknowledged(bench: 
 @one_engine
 async def test_interrupted_load_never_serves_and_the_next_load_repairs_it(bench: Bench) -> None:
     await bench.sync()
-    await bench.worker.pause()
+    call = asyncio.create_task(bench.worker.generate(request("frozen meanwhile", 240)))
+    await asyncio.sleep(0.1)
+    await bench.worker.pause("keep")
     manifest, buckets = publish(bench.model, bench.version + 1)
     load = asyncio.create_task(bench.worker.load_weights(manifest, *buckets))
     while bench.worker._broken is None:
@@ -323,8 +248,14 @@ async def test_interrupted_load_never_serves_and_the_next_load_repairs_it(bench:
         await bench.worker.resume(bench.version)
     with pytest.raises(WeightError, match="half loaded"):
         await bench.worker.canary(PROMPT)
-    bench.version += 1
-    await bench.sync()
+    assert not call.done()
+    before, bench.version = bench.version, bench.version + 1
+    await bench.load()
+    frozen = await asyncio.wait_for(call, 1)
+    assert frozen.finish_reason == "abort" and len(frozen.response_ids) > 0
+    assert set(frozen.policy_versions) == {before}
+    assert bench.gaps(frozen).max() < TOLERANCE
+    await bench.worker.resume(bench.version)
     await bench.assert_serves(bench.version)
 
 

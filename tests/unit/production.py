@@ -14,13 +14,15 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from raypost.config import JudgeConfig, SourceConfig, StrategyConfig, TaskConfig
+from raypost.config import PauseMode
 from raypost.errors import StaleWeightsError
 from raypost.ledger import Ledger
 from raypost.producer import Producer, TaskRuntime
+from raypost.protocols import BufferBounds
 from raypost.replay_buffer import ReplayBuffer
 from raypost.sampler import Sampler
 from raypost.strategy import build_strategy
+from raypost.task_config import JudgeConfig, SourceConfig, StrategyConfig, TaskConfig
 from raypost.types import Group, RolloutState, SampleParams, Status
 
 T = TypeVar("T")
@@ -87,7 +89,8 @@ def encode(prompt: Number) -> Any:
 
 
 class Pool:
-    """Rollout pool and agent loop in one: a member takes `seconds`, a token each; a pause interrupts it.
+    """Rollout pool and agent loop in one: a member takes `seconds`, a token each; a pause interrupts it
+    (abort), freezes it (keep), or waits for it.
 
     `fate(group)` says what becomes of a group: "ok", "uniform", "failed", "died", "bug", "hang" (does not
     react to a pause until cancelled) or "stubborn" (not even to the first cancellation).
@@ -97,6 +100,8 @@ class Pool:
         self.version: int | None = None
         self.paused = asyncio.Event()
         self.paused.set()
+        self.mode: PauseMode | None = "abort"
+        self.resumed = asyncio.Event()
         self.generating = 0
         self.pauses = 0
         self.lost_pauses = 0
@@ -105,16 +110,25 @@ class Pool:
         self.started: list[int] = []
         self.interrupts = 0
 
-    async def pause(self) -> None:
+    async def pause(self, mode: PauseMode = "abort") -> None:
         self.pauses += 1
-        if self.pauses > self.lost_pauses:
-            self.paused.set()
+        if self.pauses <= self.lost_pauses:
+            return
+        self.mode = mode
+        if mode == "abort":
+            self.resumed.set()  # what is frozen comes back
+        else:
+            self.resumed.clear()
+        while mode == "wait" and self.generating and self.mode == "wait":
+            await asyncio.sleep(0.5)
+        self.paused.set()
 
     async def resume(self, version: int) -> None:
         if self.version is not None and version < self.version:
             raise StaleWeightsError(f"the pool holds {self.version}")
-        self.version = version
+        self.version, self.mode = version, None
         self.paused.clear()
+        self.resumed.set()
 
     async def interrupt(self) -> None:
         self.interrupts += 1
@@ -151,6 +165,8 @@ class Pool:
         if state.status is Status.EXPIRED:
             state.reset()
         while state.num_tokens < length:
+            if self.mode == "keep" and self.paused.is_set():
+                await self.resumed.wait()
             if self.paused.is_set():
                 state.status, state.finish_reason = Status.ABORTED, "abort"
                 state.num_aborts += 1
@@ -186,11 +202,19 @@ class SlowBuffer:
 
 
 def task_config(
-    name: str = "default", *, weight: float = 1.0, group_size: int = 2, **strategy: Any
+    name: str = "default",
+    *,
+    weight: float = 1.0,
+    weight_schedule: dict[int, float] | None = None,
+    group_size: int = 2,
+    **strategy: Any,
 ) -> TaskConfig:
+    # Off unless a test asks for it: a group that expires is dropped.
+    strategy.setdefault("tail_batch_trigger_size", -1)
     return TaskConfig(
         name=name,
         weight=weight,
+        weight_schedule=weight_schedule or {},
         group_size=group_size,
         source=SourceConfig(kind="jsonl", dataset="numbers"),
         judge=JudgeConfig(kind="exact"),
@@ -211,17 +235,23 @@ class World:
         ledger: Ledger | None = None,
         pool: Pool | None = None,
         is_valid: Callable[[Group], bool] | None = None,
+        should_continue: Callable[[int, int], bool] | None = None,
         buffer_call_s: float = 0.0,
+        bounds: BufferBounds | None = None,
+        **options: Any,
     ) -> None:
         loop = asyncio.get_running_loop()
         configs = tasks or (task_config(),)
         self.pool = pool or Pool()
-        self.strategies = {one.name: build_strategy(one.strategy, interval) for one in configs}
-        self.buffer = ReplayBuffer({name: one.limits for name, one in self.strategies.items()})
+        self.strategies = {
+            one.name: build_strategy(one.strategy, interval, is_valid, should_continue) for one in configs
+        }
+        limits = {name: one.limits for name, one in self.strategies.items()}
+        self.buffer = ReplayBuffer(limits, bounds or BufferBounds())
         self.ledger = ledger or Ledger()
         self.samplers = {one.name: Sampler(one, Numbers(size), encode, (STOP,), 0) for one in configs}
         runtimes = [
-            TaskRuntime(one, self.samplers[one.name], self.pool, self.strategies[one.name], is_valid)
+            TaskRuntime(one, self.samplers[one.name], self.pool, self.strategies[one.name])
             for one in configs
         ]
         self.producer = Producer(
@@ -233,6 +263,7 @@ class World:
             pause_timeout_s=pause_timeout_s,
             retryable=(HostDied,),
             clock=loop.time,
+            **options,
         )
 
     def start(self) -> asyncio.Task[None]:

@@ -1,60 +1,385 @@
-"""Advantages against loops that spell the formulas out."""
+"""Advantages against loops that spell the formulas out, over random groups, masks and lengths."""
 
 import math
+from itertools import combinations
 
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
-from raypost.advantage import STD_EPS, dr_grpo, group_advantages, grpo
+from raypost.advantage import Scored, compute_advantages, gae, whitened
+from raypost.algorithm_config import ADVANTAGES, AdvantageConfig
+from raypost.errors import ConfigError
+from raypost.estimators import STD_EPS, dr_grpo, grpo, mc, opo, pass_at_k, rloo
 
-
-def naive_grpo(rewards, eps, unbiased):
-    mean = sum(rewards) / len(rewards)
-    squares = sum((r - mean) ** 2 for r in rewards)
-    std = math.sqrt(squares / (len(rewards) - (1 if unbiased else 0)))
-    return [(r - mean) / (std + eps) for r in rewards]
-
-
-@pytest.mark.parametrize("unbiased", [True, False])
-@pytest.mark.parametrize("size", [2, 3, 8, 17])
-def test_grpo_is_the_formula(size, unbiased):
-    rewards = np.random.default_rng(size).normal(size=size)
-    expected = naive_grpo(rewards.tolist(), 1e-4, unbiased)
-    assert np.allclose(grpo(rewards, eps=1e-4, unbiased=unbiased), expected, rtol=0, atol=1e-12)
+REWARD = st.floats(-5, 5, allow_nan=False).map(lambda r: round(r, 3))
+GROUP = st.lists(st.one_of(REWARD, st.sampled_from([0.0, 1.0])), min_size=2, max_size=9)
 
 
-def test_grpo_divides_by_the_unbiased_deviation_unless_told():
+def mean(values):
+    return math.fsum(values) / len(values)
+
+
+def std(values, ddof=1):
+    return math.sqrt(math.fsum((v - mean(values)) ** 2 for v in values) / (len(values) - ddof))
+
+
+def close(got, expected):
+    assert np.allclose(got, expected, rtol=1e-6, atol=1e-6), (got, expected)
+
+
+# ---------------------------------------------------------------- members compared
+
+
+def naive_pass_at_k(rewards, k, eps):
+    sets = list(combinations(range(len(rewards)), k))
+    worth = {one: max(rewards[i] for i in one) for one in sets}
+    centre, spread = mean(list(worth.values())), std(list(worth.values()), ddof=0)
+    return [
+        (mean([worth[one] for one in sets if i in one]) - centre) / (spread + eps)
+        for i in range(len(rewards))
+    ]
+
+
+@settings(max_examples=80, deadline=None)
+@given(rewards=GROUP, data=st.data())
+def test_estimators_are_their_formulas(rewards, data):
+    lengths = data.draw(st.lists(st.integers(1, 50), min_size=len(rewards), max_size=len(rewards)))
+    n, total = len(rewards), math.fsum(rewards)
+    eps = 1e-4
+    close(grpo(rewards, eps), [(r - mean(rewards)) / (std(rewards) + eps) for r in rewards])
+    close(
+        grpo(rewards, eps, unbiased=False), [(r - mean(rewards)) / (std(rewards, 0) + eps) for r in rewards]
+    )
+    close(mc(rewards, eps), [(r - mean(rewards)) / max(std(rewards), eps) for r in rewards])
+    close(dr_grpo(rewards), [r - mean(rewards) for r in rewards])
+    close(rloo(rewards), [r - (total - r) / (n - 1) for r in rewards])
+    weighted = math.fsum(length * r for length, r in zip(lengths, rewards, strict=True))
+    close(opo(rewards, lengths), [r - weighted / sum(lengths) for r in rewards])
+    k = data.draw(st.integers(1, n - 1))
+    close(pass_at_k(rewards, k, eps), naive_pass_at_k(rewards, k, eps))
+
+
+def test_pass_at_k_of_right_and_wrong_is_the_papers_closed_form():
+    size, wrong, k = 8, 5, 3
+    mean_worth = 1 - math.comb(wrong, k) / math.comb(size, k)
+    spread = math.sqrt(mean_worth * (1 - mean_worth))
+    right = (1 - mean_worth) / spread
+    other = (1 - mean_worth - math.comb(wrong - 1, k - 1) / math.comb(size - 1, k - 1)) / spread
+    got = pass_at_k([0.0] * wrong + [1.0] * 3, k, eps=1e-12)
+    close(got, [other] * wrong + [right] * 3)
+
+
+def test_numbers_of_known_groups():
+    close(mc([0.0, 1.0]), [-0.70710678, 0.70710678])
     assert grpo([0.0, 1.0])[1] == pytest.approx(0.5 / (math.sqrt(0.5) + STD_EPS))
     assert grpo([0.0, 1.0], unbiased=False)[1] == pytest.approx(0.5 / (0.5 + STD_EPS))
-
-
-def test_dr_grpo_only_subtracts_the_mean():
     assert dr_grpo([0.0, 0.0, 0.0, 1.0]).tolist() == [-0.25, -0.25, -0.25, 0.75]
+    assert rloo([0.0, 0.0, 1.0]).tolist() == [-0.5, -0.5, 1.0]
+    assert opo([0.0, 1.0], [3, 1]).tolist() == [-0.25, 0.75]
 
 
-@pytest.mark.parametrize("estimator", [grpo, dr_grpo])
-def test_equal_rewards_give_exactly_zero(estimator):
+COMPARING = {
+    "grpo": grpo,
+    "mc": mc,
+    "dr_grpo": dr_grpo,
+    "rloo": rloo,
+    "opo": lambda rewards: opo(rewards, np.ones(np.shape(rewards))),
+    "pass_at_k": lambda rewards: pass_at_k(rewards, 1),
+}
+
+
+@pytest.mark.parametrize("kind", COMPARING)
+def test_equal_rewards_give_exactly_zero(kind):
     # In floating point the mean of three times 0.1 is not 0.1.
-    assert np.mean([0.1] * 3) != 0.1 and estimator([0.1] * 3).tolist() == [0.0] * 3
+    assert np.mean([0.1] * 3) != 0.1 and COMPARING[kind]([0.1] * 3).tolist() == [0.0] * 3
 
 
-@pytest.mark.parametrize("estimator", [grpo, dr_grpo])
+@pytest.mark.parametrize("kind", COMPARING)
 @pytest.mark.parametrize("rewards", [[], [1.0], [[0.0, 1.0]], [0.0, float("nan")], [0.0, float("inf")]])
-def test_group_of_one_and_rewards_that_are_no_numbers_are_refused(estimator, rewards):
+def test_group_of_one_and_rewards_that_are_no_numbers_are_refused(kind, rewards):
     with pytest.raises(ValueError, match=r"2 or more rewards|must be finite"):
-        estimator(rewards)
+        COMPARING[kind](rewards)
+
+
+def test_a_set_as_large_as_the_group_and_lengths_of_nothing_are_refused():
+    with pytest.raises(ValueError, match=r"pass@3 compares sets of 3 among 3 members: use k from 1 to 2"):
+        pass_at_k([0.0, 1.0, 1.0], 3)
+    with pytest.raises(ValueError, match="positive length"):
+        opo([0.0, 1.0], [0, 4])
+
+
+# ---------------------------------------------------------------- whole batches
+
+
+def batch(sizes, seed=0, **fields):
+    """Random rewards and lengths of groups of these sizes."""
+    rng = np.random.default_rng(seed)
+    lengths = rng.integers(1, 7, sum(sizes))
+    return Scored(np.round(rng.normal(size=sum(sizes)), 3), lengths, sizes, **fields)
+
+
+def config(kind, **fields):
+    return AdvantageConfig(kind=kind, **fields)
+
+
+def rows(scored, values):
+    """Values of tokens, a list a trajectory."""
+    return np.split(values, np.cumsum(scored.lengths_N)[:-1])
+
+
+@settings(max_examples=40, deadline=None)
+@given(sizes=st.lists(st.integers(5, 8), min_size=1, max_size=4), seed=st.integers(0, 999))
+@pytest.mark.parametrize("kind", ["grpo", "mc", "dr_grpo", "rloo", "opo", "pass_at_k"])
+def test_each_group_is_its_own_and_each_token_has_its_members_advantage(kind, sizes, seed):
+    scored, cfg = batch(sizes, seed), config(kind)
+    got = rows(scored, compute_advantages(scored, cfg).advantages_M)
+    ends = np.cumsum(sizes)
+    for end, size in zip(ends, sizes, strict=True):
+        members = slice(end - size, end)
+        alone = Scored(scored.rewards_N[members], scored.lengths_N[members], [size])
+        expected = rows(alone, compute_advantages(alone, cfg).advantages_M)
+        for a, b, length in zip(got[members], expected, alone.lengths_N, strict=True):
+            assert len(a) == length and len(set(a.tolist())) == 1 and a[0] == b[0]
 
 
 def test_groups_keep_their_true_sizes():
     rewards = np.random.default_rng(0).normal(size=9)
     parts = [grpo(rewards[:4]), grpo(rewards[4:6]), grpo(rewards[6:])]
-    assert np.array_equal(group_advantages("grpo", rewards, [4, 2, 3]), np.concatenate(parts))
+    got = compute_advantages(Scored(rewards, np.ones(9, int), [4, 2, 3]), config("grpo"))
+    assert np.array_equal(got.advantages_M, np.concatenate(parts)) and got.returns_M is None
 
 
-def test_unknown_estimator_and_sizes_that_do_not_add_up_are_refused():
-    with pytest.raises(ValueError, match="unknown advantage 'gae'"):
-        group_advantages("gae", [0.0, 1.0], [2])
-    with pytest.raises(ValueError, match="groups of 3 trajectories, but 2 rewards"):
-        group_advantages("grpo", [0.0, 1.0], [3])
-    with pytest.raises(ValueError, match="2 or more"):
-        group_advantages("grpo", [0.0, 1.0, 2.0], [2, 1])
+@pytest.mark.parametrize("kind", ["grpo", "rloo", "opo", "reinforce_pp_baseline"])
+def test_segments_of_one_session_count_once_and_share_their_advantage(kind):
+    # The first session has three segments, and would weigh threefold.
+    lengths, once = np.asarray([2, 1, 4, 3, 5]), np.asarray([7, 3, 5])
+    scored = Scored(np.asarray([1.0, 1, 1, 0, 0.5]), lengths, [5], sessions_N=["a", "a", "a", "b", "c"])
+    got = compute_advantages(scored, config(kind)).advantages_M
+    alone = compute_advantages(Scored(np.asarray([1.0, 0, 0.5]), once, [3]), config(kind)).advantages_M
+    close(got, alone)
+
+
+@pytest.mark.parametrize("how, expected", [("last", 3.0), ("sum", 6.0), ("mean", 2.0), ("max", 3.0)])
+def test_a_session_is_worth_what_the_configuration_says(how, expected):
+    scored = Scored(np.asarray([1.0, 2, 3, 0]), np.ones(4, int), [4], sessions_N=[1, 1, 1, 2])
+    got = compute_advantages(scored, config("dr_grpo", session_reward=how)).advantages_M
+    close(got, [expected / 2] * 3 + [-expected / 2])
+
+
+def test_sessions_of_two_groups_with_the_same_id_are_two():
+    scored = Scored(np.asarray([1.0, 0, 5, 0]), np.ones(4, int), [2, 2], sessions_N=[0, 1, 0, 1])
+    close(compute_advantages(scored, config("dr_grpo")).advantages_M, [0.5, -0.5, 2.5, -2.5])
+
+
+def naive_whitened(values, eps=STD_EPS):
+    if len(set(values)) == 1:
+        return [0.0] * len(values)
+    return [(v - mean(values)) / (std(values) + eps) for v in values]
+
+
+@settings(max_examples=40, deadline=None)
+@given(sizes=st.lists(st.integers(2, 4), min_size=1, max_size=4), seed=st.integers(0, 999))
+def test_reinforce_pp_baseline_is_the_group_mean_and_then_the_batch(sizes, seed):
+    scored = batch(sizes, seed)
+    flat, n = [], 0
+    for size in sizes:
+        rewards = scored.rewards_N[n : n + size].tolist()
+        for i, r in enumerate(rewards):
+            flat += [r - mean(rewards)] * int(scored.lengths_N[n + i])
+        n += size
+    close(compute_advantages(scored, config("reinforce_pp_baseline")).advantages_M, naive_whitened(flat))
+
+
+@settings(max_examples=40, deadline=None)
+@given(sizes=st.lists(st.integers(1, 4), min_size=1, max_size=4), seed=st.integers(0, 999),
+       discount=st.sampled_from([1.0, 0.9]))  # fmt: skip
+def test_reinforce_pp_is_the_sum_from_each_token_on_and_then_the_batch(sizes, seed, discount):
+    scored = batch(sizes, seed)
+    penalties = np.random.default_rng(seed).normal(size=scored.lengths_N.sum())
+    scored = Scored(scored.rewards_N, scored.lengths_N, sizes, token_rewards_M=penalties)
+    flat = []
+    for reward, part in zip(scored.rewards_N, rows(scored, penalties), strict=True):
+        rewards = part.tolist()
+        rewards[-1] += reward
+        for t in range(len(rewards)):
+            flat.append(sum(discount ** (i - t) * rewards[i] for i in range(t, len(rewards))))
+    got = compute_advantages(scored, config("reinforce_pp", discount=discount)).advantages_M
+    close(got, naive_whitened(flat))
+    raw = compute_advantages(scored, config("reinforce_pp", discount=discount, whiten=False)).advantages_M
+    close(raw, flat)
+
+
+def naive_gae(rewards, values, bootstrap, discount, lam):
+    """As the sum that defines it, not as the recursion."""
+    after = [*values[1:], bootstrap]
+    deltas = [r + discount * v1 - v for r, v, v1 in zip(rewards, values, after, strict=True)]
+    n = len(deltas)
+    return [sum((discount * lam) ** (i - t) * deltas[i] for i in range(t, n)) for t in range(n)]
+
+
+@settings(max_examples=60, deadline=None)
+@given(sizes=st.lists(st.integers(1, 4), min_size=1, max_size=4), seed=st.integers(0, 999), cut=st.booleans(),
+       discount=st.sampled_from([1.0, 0.95]), lam=st.sampled_from([0.0, 0.9, 1.0]))  # fmt: skip
+def test_gae_is_its_sum_over_the_trained_tokens(sizes, seed, cut, discount, lam):
+    rng = np.random.default_rng(seed)
+    scored = batch(sizes, seed)
+    m, n = int(scored.lengths_N.sum()), sum(sizes)
+    values, bootstrap = rng.normal(size=m), rng.normal(size=n) if cut else None
+    scored = Scored(scored.rewards_N, scored.lengths_N, sizes, values_M=values, bootstrap_N=bootstrap)
+    expected = []
+    for i, (reward, part) in enumerate(zip(scored.rewards_N, rows(scored, values), strict=True)):
+        rewards = [0.0] * (len(part) - 1) + [reward]
+        expected += naive_gae(rewards, part.tolist(), bootstrap[i] if cut else 0.0, discount, lam)
+    cfg = config("gae", discount=discount, gae_lambda=lam, whiten=False)
+    got = compute_advantages(scored, cfg)
+    close(got.advantages_M, expected)
+    close(got.returns_M, np.asarray(expected) + values)
+    white = compute_advantages(scored, config("gae", discount=discount, gae_lambda=lam))
+    close(white.advantages_M, naive_whitened(expected))
+    close(white.returns_M, got.returns_M)
+
+
+def test_gae_goes_through_the_segments_of_a_session_as_one():
+    values = np.asarray([0.1, 0.2, 0.3, 0.4, 0.9])
+    scored = Scored(
+        np.asarray([1.0, 0.0, 2.0]), np.asarray([2, 1, 2]), [3], sessions_N=["a", "b", "a"], values_M=values
+    )
+    for how, rewards in (("last", [0, 0, 0, 2.0]), ("sum", [0, 1.0, 0, 2.0]), ("max", [0, 0, 0, 2.0])):
+        got = compute_advantages(scored, config("gae", whiten=False, session_reward=how)).advantages_M
+        close(got[[0, 1, 3, 4]], naive_gae(rewards, [0.1, 0.2, 0.4, 0.9], 0.0, 1.0, 0.95))
+        close(got[2], -0.3)
+
+
+def test_lambda_one_is_the_reward_minus_the_value_and_lambda_zero_one_step():
+    advantages, returns = gae([0, 0, 1.0], [0.5, 0.25, 0.125], 0.0, 1.0, 1.0)
+    assert advantages.tolist() == [0.5, 0.75, 0.875] and returns.tolist() == [1.0, 1.0, 1.0]
+    assert gae([0, 0, 1.0], [0.5, 0.25, 0.125], 0.0, 1.0, 0.0)[0].tolist() == [-0.25, -0.125, 0.875]
+
+
+def test_token_rewards_count_in_a_members_return():
+    scored = Scored(
+        np.asarray([1.0, 1.0]), np.asarray([2, 3]), [2], token_rewards_M=np.asarray([-1.0, 0, 0, -0.5, -0.5])
+    )
+    assert not compute_advantages(scored, config("dr_grpo")).advantages_M.any()
+    scored = Scored(
+        np.asarray([1.0, 1.0]), np.asarray([2, 3]), [2], token_rewards_M=np.asarray([-1.0, 0, 0, 0, -0.5])
+    )
+    close(compute_advantages(scored, config("dr_grpo")).advantages_M, [-0.25, -0.25, 0.25, 0.25, 0.25])
+
+
+def test_whitening_has_mean_0_and_deviation_1_and_equal_values_become_0():
+    white = whitened(np.random.default_rng(0).normal(3, 7, 500))
+    assert abs(white.mean()) < 1e-12 and white.std(ddof=1) == pytest.approx(1, abs=1e-6)
+    assert whitened(np.full(3, 0.1)).tolist() == [0.0] * 3 and whitened(np.asarray([4.0])).tolist() == [0.0]
+    scored = Scored(np.asarray([1.0, 0.0, 0.0]), np.asarray([1, 2, 3]), [3])
+    plain = compute_advantages(scored, config("dr_grpo")).advantages_M
+    close(
+        compute_advantages(scored, config("dr_grpo", whiten=True)).advantages_M,
+        naive_whitened(plain.tolist()),
+    )
+
+
+# ---------------------------------------------------------------- one's own
+
+
+def half_of_the_reward(scored, _):
+    return scored.rewards_N / 2
+
+
+def by_token(scored, cfg):
+    return np.arange(scored.lengths_N.sum()) * cfg.std_eps
+
+
+def too_few(scored, _):
+    return np.zeros(1)
+
+
+def no_number(scored, _):
+    return scored.rewards_N * float("nan")
+
+
+def test_a_function_by_import_path_gives_a_number_a_trajectory_or_a_token():
+    scored = Scored(np.asarray([1.0, 4.0]), np.asarray([2, 1]), [1, 1])
+    here = __name__
+    assert compute_advantages(scored, config(f"{here}:half_of_the_reward")).advantages_M.tolist() == [
+        0.5,
+        0.5,
+        2.0,
+    ]
+    assert compute_advantages(scored, config(f"{here}:by_token", std_eps=2)).advantages_M.tolist() == [
+        0,
+        2,
+        4,
+    ]
+    for name in ("too_few", "no_number"):
+        with pytest.raises(
+            ValueError, match=r"must return 2 \(trajectories\) or 3 \(tokens\) finite numbers"
+        ):
+            compute_advantages(scored, config(f"{here}:{name}"))
+    with pytest.raises(ConfigError, match="has no 'nothing'"):
+        compute_advantages(scored, config(f"{here}:nothing"))
+
+
+# ---------------------------------------------------------------- what is refused
+
+
+def test_configuration_names_what_exists():
+    with pytest.raises(ValueError, match=r"advantage.kind is 'gpo'; there are grpo, dr_grpo"):
+        config("gpo")
+    assert {kind: config(kind).smallest_group for kind in ADVANTAGES} == {
+        "grpo": 2, "dr_grpo": 2, "rloo": 2, "opo": 2, "mc": 2, "reinforce_pp_baseline": 2,
+        "pass_at_k": 5, "reinforce_pp": 1, "gae": 1,
+    }  # fmt: skip
+    assert config("grpo", min_group_size=4).smallest_group == 4
+    assert config("grpo", min_group_size=1).smallest_group == 2
+
+
+@pytest.mark.parametrize("kind", [kind for kind in ADVANTAGES if kind not in ("reinforce_pp", "gae")])
+def test_a_group_that_is_too_small_is_named(kind):
+    scored = Scored(
+        np.asarray([1.0, 0.0, 1.0]), np.ones(3, int), [2, 1], group_names=["('sum', 7)", "('sum', 9)"]
+    )
+    with pytest.raises(ValueError, match=r"group \('sum', [79]\): "):
+        compute_advantages(scored, config(kind, k=2))
+
+
+def test_one_session_is_one_member_however_many_segments_it_has():
+    scored = Scored(np.asarray([1.0, 0.0]), np.ones(2, int), [2], sessions_N=["a", "a"])
+    with pytest.raises(ValueError, match="group 0: a group-relative advantage needs 2 or more"):
+        compute_advantages(scored, config("grpo"))
+
+
+@pytest.mark.parametrize("fields, text", [
+    ({"rewards_N": np.asarray([0.0, 1, 2, np.nan])}, r"group b member 1 has reward nan: it must be finite"),
+    ({"lengths_N": np.asarray([1, 2, 0, 3]), "values_M": None}, r"group b member 0 has no trained token: leave"),
+    ({"group_sizes": [2, 1]}, r"groups of \[2, 1\] trajectories do not make 4 rewards"),
+    ({"group_sizes": [4, 0]}, r"groups of \[4, 0\] trajectories do not make 4 rewards"),
+    ({"group_names": ["a"]}, r"1 names for 2 groups"),
+    ({"lengths_N": np.asarray([1, 2, 3])}, r"lengths_N has 3 entries, but there are 4"),
+    ({"sessions_N": [1]}, r"sessions_N has 1 entries, but there are 4"),
+    ({"values_M": np.zeros(3)}, r"values_M has 3 entries, but there are 8"),
+    ({"values_M": np.asarray([0, 0, 0, np.inf, 0, 0, 0, 0])}, r"group b member 0 has value inf"),
+    ({"token_rewards_M": np.asarray([0] * 7 + [np.nan])}, r"group b member 1 has token reward nan"),
+    ({"bootstrap_N": np.asarray([0, np.nan, 0, 0])}, r"group a member 1 has bootstrap value nan"),
+])  # fmt: skip
+def test_what_cannot_be_scored_is_refused_by_the_name_of_its_group(fields, text):
+    good = {"rewards_N": np.zeros(4), "lengths_N": np.asarray([1, 2, 2, 3]), "group_sizes": [2, 2],
+            "group_names": ["a", "b"], "values_M": np.zeros(8)}  # fmt: skip
+    Scored(**good)
+    with pytest.raises(ValueError, match=text):
+        Scored(**(good | fields))
+
+
+def test_gae_without_a_critic_is_refused():
+    with pytest.raises(ValueError, match="needs the critic's values, but there are none"):
+        compute_advantages(batch([2]), config("gae"))
+
+
+def test_no_groups_have_no_advantages():
+    for kind in ADVANTAGES:
+        got = compute_advantages(
+            Scored(np.empty(0), np.empty(0, int), [], values_M=np.empty(0)), config(kind)
+        )
+        assert got.advantages_M.shape == (0,)

@@ -11,7 +11,16 @@ import pytest
 
 from raypost.agent_loop.single_turn import SingleTurnAgentLoop
 from raypost.errors import JudgeError, NoWorkersError, WaitTimeoutError
-from raypost.types import GenerateRequest, GenerateResult, Group, IntArray, RolloutState, Status
+from raypost.pause import PauseDeadlines
+from raypost.types import (
+    EVALUATION_PRIORITY,
+    GenerateRequest,
+    GenerateResult,
+    Group,
+    IntArray,
+    RolloutState,
+    Status,
+)
 from tests.unit.production import STOP, state, virtual
 
 
@@ -95,6 +104,14 @@ def test_a_continuation_sends_the_exact_ids_and_what_is_left_of_the_budget() -> 
     assert done.policy_versions.tolist() == [5] * 30 + [6] * 70
 
 
+def test_requests_have_the_priority_of_their_trajectory() -> None:
+    group = init(2)
+    group.states[1].priority = EVALUATION_PRIORITY
+    engine = Engine(lambda _: result([STOP], "stop"))
+    run(engine, Scorer(), group)
+    assert [request.priority for request in engine.requests] == [0, EVALUATION_PRIORITY]
+
+
 def test_two_interruptions_keep_tokens_versions_and_alignment() -> None:
     """N23."""
     answers = iter([result([9] * 3, "abort", 5), result([9] * 2, "Abort", 7), result([9] * 4, "stop", 8)])
@@ -123,6 +140,11 @@ def test_an_abort_after_the_last_token_is_complete_without_another_request(
     one.response_ids = np.asarray(ids, np.int32)
     assert run(engine, Scorer(), of(one)).status is Status.COMPLETED
     assert len(engine.requests) == 1
+
+
+@pytest.mark.parametrize("reason", ["STOP", "Length", "tool_calls"])
+def test_finish_reasons_are_read_whatever_their_case(reason: str) -> None:
+    assert run(Engine(lambda _: result([9], reason)), Scorer(), init()).status is Status.COMPLETED
 
 
 def test_a_stop_token_at_the_end_of_the_prompt_does_not_finish_it() -> None:
@@ -171,6 +193,7 @@ def test_expired_members_start_again() -> None:
     [
         (result([], "error"), "finish reason 'error'"),
         (result([9], "martian"), "martian"),
+        (result([9], ""), "finish reason ''"),
         (GenerateResult.nothing("error", "w", "engine said no"), "engine said no"),
         (result([9, 9], "stop", logprobs=3), "logprobs 3"),
         (result([9] * 17, "length"), "17 tokens came, 16 were left"),
@@ -222,6 +245,33 @@ def test_interrupted_judging_keeps_the_tokens_and_is_done_later() -> None:
         judge.seconds = 0
         done = await loop.run(one)
         assert (done.status, len(engine.requests), len(judge.calls)) == (Status.COMPLETED, 2, 2)
+
+    virtual(main())
+
+
+def test_judging_that_began_between_two_interrupts_ends_within_its_grace_after_the_second() -> None:
+    async def main() -> None:
+        deadlines = PauseDeadlines(120.0)
+        judge = Scorer(seconds=1000)
+        asked = asyncio.Event()
+
+        class Late(Engine):
+            async def generate(self, request: GenerateRequest) -> GenerateResult:
+                await asked.wait()
+                return result([9, STOP], "stop")
+
+        loop = SingleTurnAgentLoop(Late(lambda _: None), judge, decode, judge_grace_s=deadlines.judge_grace_s)
+        running = asyncio.create_task(loop.run(init()))
+        await loop.interrupt()
+        await asyncio.sleep(1)
+        asked.set()
+        await asyncio.sleep(deadlines.resend_s - 1)
+        assert judge.calls and not running.done()
+        await loop.interrupt()
+        one = await running
+        now = asyncio.get_running_loop().time()
+        assert now == pytest.approx(deadlines.resend_s + deadlines.judge_grace_s)
+        assert (one.status, one.states[0].num_tokens) == (Status.ABORTED, 2)
 
     virtual(main())
 

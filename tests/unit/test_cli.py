@@ -19,6 +19,7 @@ from typer.testing import CliRunner
 
 from raypost import cli
 from raypost.errors import ClusterError, ConfigError
+from raypost.ledger import LEDGER_FILE, Ledger
 from raypost.resources import ClusterResources
 from raypost.types import GroupCounts
 from tests.unit.test_config import changed
@@ -307,9 +308,12 @@ def test_status_follows_a_run_to_its_report(recipe: Path, tmp_path: Path) -> Non
     assert result.exit_code == 0, result.output
     for part in ("2 of 4", "0.25", "running, or ended without a report"):
         assert part in result.stdout
+    ledger = Ledger(config.run_dir / LEDGER_FILE)
+    ledger.sampled(("sums", 0))
+    ledger.flush()
     writer.finish("finished", None, GroupCounts(sampled=3, trained=3))
     result = run("status", config.run_dir)
-    for part in ("finished", "groups trained", "groups lost", "report.html"):
+    for part in ("finished", "groups trained", "groups lost", "report.html", "no group grew too old"):
         assert part in result.stdout
     (config.run_dir / "report.html").unlink()
     result = run("report", config.run_dir)

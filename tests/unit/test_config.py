@@ -68,9 +68,20 @@ BAD = [
     (changed(train__num_minibatches=3), ["batch_size is 8", "num_minibatches 3", "divisor of 8"]),
     (changed(tasks__0__group_size=1), ["'default'", "group_size is 1", "'grpo'", "use 2 or more"]),
     (
-        changed(train__advantage="dr_grpo", tasks__0__group_size=1),
+        changed(train__advantage={"kind": "dr_grpo"}, tasks__0__group_size=1),
         ["group_size is 1", "'dr_grpo'", "use 2 or more"],
     ),
+    (
+        changed(train__advantage={"kind": "pass_at_k", "k": 8}),
+        ["group_size is 8", "'pass_at_k'", "use 9 or more"],
+    ),
+    (changed(train__advantage={"kind": "gpo"}), ["train.advantage", "'gpo'", "there are grpo, dr_grpo"]),
+    (changed(train__advantage={"kind": "gae"}), ["train: ", "'gae'", "critic is null"]),
+    (changed(train__critic={}), ["critic is set", "'grpo' uses none"]),
+    (changed(train__advantage__overlong_buffer=999), ["max_tokens", "overlong_buffer 999", "smaller buffer"]),
+    (changed(train__loss__kind="ppo2"), ["train.loss", "'ppo2'", "there are ppo, gspo, cispo"]),
+    (changed(train__loss={"kl": {"place": "reward", "unbiased": True}}), ["train.loss.kl", "unbiased"]),
+    (changed(train__correction={"weight": {"lower": 0.5}}), ["train.correction.weight.upper", "set it"]),
     (
         changed(sync__sync_weights_interval=4, eval__interval=6),
         ["eval.interval is 6", "sync_weights_interval 4", "use 8"],

@@ -1,80 +1,190 @@
-"""Importance weights and mismatch figures against loops in float64."""
+"""Proximal logprobs, importance weights and rejection against loops in float64."""
 
 import math
 
 import numpy as np
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
-from raypost.corrections import MAX_LAG, MismatchSums, mismatch, mismatch_metrics, truncated_weights
+from raypost.algorithm_config import BoundsConfig, CorrectionConfig
+from raypost.corrections import (
+    Correction,
+    check_logprobs,
+    correct,
+    inside,
+    interpolation,
+    level_ratios,
+    proximal_logprobs,
+)
 
-
-def random_tokens(num_tokens=300, seed=0, noise=0.3):
-    rng = np.random.default_rng(seed)
-    rollout = -rng.random(num_tokens).astype(np.float32) * 5
-    trainer = rollout + noise * rng.normal(size=num_tokens).astype(np.float32)
-    lags = rng.integers(0, 3, num_tokens).astype(np.int32)
-    weights = np.minimum(np.exp(trainer - rollout), 2).astype(np.float32)
-    return trainer, rollout, lags, weights
-
-
-def test_weights_are_ratios_cut_at_the_cap():
-    trainer, rollout = torch.tensor([-1.0, -1.0, -1.0]), torch.tensor([-1.0, -2.0, 0.0])
-    weights = truncated_weights(trainer, rollout, 2.0)
-    assert weights.tolist() == pytest.approx([1.0, 2.0, math.exp(-1)])
-    assert truncated_weights(trainer, rollout, 100.0)[1].item() == pytest.approx(math.e)
-    assert truncated_weights(trainer, rollout, None).tolist() == [1.0, 1.0, 1.0]
+LEVELS = ("token", "sequence", "geometric")
 
 
-def test_weights_have_no_gradient_and_never_exceed_the_cap():
-    trainer = torch.tensor([-1.0, 0.0], requires_grad=True)
-    weights = truncated_weights(trainer, torch.tensor([-1.0, -3e38]), 2.0)
-    assert not weights.requires_grad and weights.tolist() == [1.0, 2.0]
+def random_tokens(lengths, seed=0, noise=0.5):
+    """proximal, rollout, rows, staleness of sequences of these lengths."""
+    g = torch.Generator().manual_seed(seed)
+    m = sum(lengths)
+    rollout = -torch.rand(m, generator=g, dtype=torch.float64) * 5
+    proximal = rollout + noise * torch.randn(m, generator=g, dtype=torch.float64)
+    rows = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths))
+    return proximal, rollout, rows, torch.randint(0, 4, (m,), generator=g)
 
 
-def test_figures_are_the_formulas():
-    trainer, rollout, lags, weights = random_tokens()
-    got = mismatch_metrics(mismatch(trainer, rollout, lags, weights))
-    gaps = [float(t) - float(r) for t, r in zip(trainer, rollout, strict=True)]
-    ratios = [math.exp(gap) for gap in gaps]
-    n = len(gaps)
-    for lag, name in ((0, ""), (1, "_lag1"), (2, "_lag2")):
-        of_lag = [abs(gap) for gap, other in zip(gaps, lags, strict=True) if other == lag]
-        assert got[f"logprob_mismatch_max{name}"] == pytest.approx(max(of_lag), abs=1e-9)
-        assert got[f"logprob_mismatch_mean{name}"] == pytest.approx(sum(of_lag) / len(of_lag), abs=1e-9)
-    assert got["rollout_kl"] == pytest.approx(-sum(gaps) / n, abs=1e-9)
-    assert got["rollout_kl_k3"] == pytest.approx(sum(r - 1 - math.log(r) for r in ratios) / n, abs=1e-9)
-    expected = sum(ratios) ** 2 / (n * sum(r * r for r in ratios))
-    assert got["effective_sample_size"] == pytest.approx(expected, abs=1e-9)
-    assert got["importance_weight_mean"] == pytest.approx(weights.mean(), abs=1e-6)
+def naive_ratios(level, gaps, rows):
+    if level == "token":
+        return [math.exp(gap) for gap in gaps]
+    sums = {row: [gap for gap, other in zip(gaps, rows, strict=True) if other == row] for row in rows}
+    return [math.exp(sum(sums[r]) if level == "sequence" else sum(sums[r]) / len(sums[r])) for r in rows]
 
 
-def test_equal_policies_have_no_mismatch_and_full_sample_size():
-    trainer, _, lags, _ = random_tokens()
-    got = mismatch_metrics(mismatch(trainer, trainer, lags, np.ones_like(trainer)))
-    assert got["logprob_mismatch_max"] == got["rollout_kl"] == got["rollout_kl_k3"] == 0.0
-    assert got["effective_sample_size"] == pytest.approx(1.0)
+def naive_correct(config, gaps, rows, staleness):
+    weights, keep = [1.0] * len(gaps), [True] * len(gaps)
+    if config.weight is not None:
+        low, high = config.weight.lower, config.weight.upper
+        for i, ratio in enumerate(naive_ratios(config.weight.level, gaps, rows)):
+            weights[i] = min(
+                max(ratio, -math.inf if low is None else low), math.inf if high is None else high
+            )
+    weights = [w / (1 + lag) ** config.staleness_power for w, lag in zip(weights, staleness, strict=True)]
+    if config.reject is not None:
+        low, high = config.reject.lower, config.reject.upper
+        for i, ratio in enumerate(naive_ratios(config.reject.level, gaps, rows)):
+            keep[i] &= (low is None or ratio >= low) and (high is None or ratio <= high)
+    if config.veto is not None:
+        for row in set(rows):
+            if any(
+                math.exp(gap) < config.veto for gap, other in zip(gaps, rows, strict=True) if other == row
+            ):
+                keep = [one and other != row for one, other in zip(keep, rows, strict=True)]
+    return weights, keep
 
 
-def test_sums_of_parts_are_the_sum_of_the_whole():
-    tokens = random_tokens()
-    whole = mismatch(*tokens)
-    parts = MismatchSums.zero()
-    for a, b in [(0, 10), (10, 10), (10, 300)]:
-        parts += mismatch(*(t[a:b] for t in tokens))
-    assert np.allclose(parts.sums, whole.sums) and np.array_equal(parts.maxima, whole.maxima)
+BOUNDS = st.builds(
+    BoundsConfig,
+    level=st.sampled_from(LEVELS),
+    lower=st.sampled_from([None, 0.0, 0.5, 0.9]),
+    upper=st.sampled_from([None, 1.2, 2.0, 5.0]),
+)
 
 
-def test_on_policy_figures_are_absent_without_on_policy_tokens():
-    trainer, rollout, lags, weights = random_tokens()
-    got = mismatch_metrics(mismatch(trainer, rollout, lags + 1, weights))
-    assert "logprob_mismatch_max" not in got and "logprob_mismatch_max_lag1" in got
-    assert mismatch_metrics(MismatchSums.zero()) == {}
+@settings(max_examples=150, deadline=None)
+@given(lengths=st.lists(st.integers(1, 8), min_size=1, max_size=6), seed=st.integers(0, 999),
+       weight=st.none() | BOUNDS, reject=st.none() | BOUNDS, veto=st.sampled_from([None, 0.3]),
+       power=st.sampled_from([0.0, 1.0, 0.5]))  # fmt: skip
+def test_weights_and_rejection_are_their_formulas(lengths, seed, weight, reject, veto, power):
+    config = CorrectionConfig(weight=weight, reject=reject, veto=veto, staleness_power=power)
+    proximal, rollout, rows, staleness = random_tokens(lengths, seed)
+    got = correct(config, proximal, rollout, rows, len(lengths), staleness)
+    weights, keep = naive_correct(config, (proximal - rollout).tolist(), rows.tolist(), staleness.tolist())
+    assert np.allclose(got.weights_T.numpy(), weights, rtol=1e-9, atol=1e-12)
+    assert (got.keep_T is None and all(keep)) or got.keep_T.tolist() == keep
 
 
-def test_large_lags_share_the_last_figure_and_huge_gaps_stay_finite():
-    rollout = np.asarray([-1.0, -2000.0], np.float32)
-    total = mismatch(np.full(2, -1.5, np.float32), rollout, np.asarray([MAX_LAG, 99]), np.ones(2, np.float32))
-    got = mismatch_metrics(total)
-    assert got[f"logprob_mismatch_max_lag{MAX_LAG}"] == pytest.approx(1998.5)
-    assert all(math.isfinite(value) for value in got.values())
+def test_as_configured_by_default_weights_are_token_ratios_cut_at_2():
+    proximal, rollout = torch.tensor([-1.0, -1.0, -1.0]), torch.tensor([-1.0, -2.0, 0.0])
+    got = correct(CorrectionConfig(), proximal, rollout, torch.zeros(3, dtype=torch.long), 1, torch.zeros(3))
+    assert got.weights_T.tolist() == pytest.approx([1.0, 2.0, math.exp(-1)]) and got.keep_T is None
+
+
+@pytest.mark.parametrize(
+    "level, kept", [("token", [0, 1, 4]), ("sequence", [0, 1]), ("geometric", [0, 1, 4])]
+)
+def test_each_level_masks_what_it_says(level, kept):
+    # A sequence of small gaps, one with a large gap, one of a single large gap.
+    gaps = torch.tensor([0.1, -0.1, 0.5, 0.5, 0.2]).double()
+    rows = torch.tensor([0, 0, 1, 1, 2])
+    upper = 1.2 if level == "sequence" else 1.23
+    config = CorrectionConfig(weight=None, reject={"level": level, "lower": 0.8, "upper": upper})
+    got = correct(config, gaps, torch.zeros(5).double(), rows, 3, torch.zeros(5))
+    assert got.keep_T.nonzero()[:, 0].tolist() == kept and got.weights_T.tolist() == [1.0] * 5
+
+
+def test_bounds_hold_where_ratios_overflow_and_nan_is_rejected():
+    trainer = torch.tensor([-1.0, 0.0, float("nan")], requires_grad=True)
+    rollout = torch.tensor([-1.0, -3e38, -1.0])
+    rows = torch.arange(3)
+    config = CorrectionConfig(weight={"upper": 2.0}, reject={"lower": 0.5, "upper": None})
+    got = correct(config, trainer, rollout, rows, 3, torch.zeros(3))
+    assert not got.weights_T.requires_grad and got.weights_T[:2].tolist() == [1.0, 2.0]
+    assert got.keep_T.tolist() == [True, True, False]
+    assert inside(torch.tensor([float("inf"), 0.0]), None, 5.0).tolist() == [False, True]
+
+
+def test_levels_need_no_order_and_a_sequence_without_tokens_harms_nothing():
+    gaps, rows = torch.tensor([0.1, 0.2, 0.3]).double(), torch.tensor([3, 0, 3])
+    assert level_ratios("sequence", gaps, rows, 5).tolist() == pytest.approx(np.exp([0.4, 0.2, 0.4]).tolist())
+    assert level_ratios("geometric", gaps, rows, 5).tolist() == pytest.approx(
+        np.exp([0.2, 0.2, 0.2]).tolist()
+    )
+    with pytest.raises(ValueError, match="unknown level 'group'"):
+        level_ratios("group", gaps, rows, 5)
+
+
+# ---------------------------------------------------------------- the proximal policy
+
+
+def test_interpolation_lies_between_the_versions():
+    # version 3, current 6, proximal 5.
+    assert interpolation(torch.tensor([3.0]), 5, 6).item() == pytest.approx(2 / 3)
+    # Of the current version, of a later one, of the proximal one: no division by 0, and within [0, 1].
+    assert interpolation(torch.tensor([6.0, 7.0, 5.0]), 5, 6).tolist() == [0.0, 0.0, 0.0]
+    assert interpolation(torch.tensor([3.0]), 9, 6).item() == 1.0
+    assert interpolation(torch.tensor([3.0, 5.0]).double(), 2, 6).tolist() == [0.0, 0.0]
+
+
+def test_interpolated_logprobs_mix_versions_of_one_batch_by_their_staleness():
+    current, rollout = torch.tensor([-1.0, -1.0, -1.0]).double(), torch.tensor([-2.0, -2.0, -2.0]).double()
+    got = proximal_logprobs("interpolate", current.requires_grad_(), rollout, torch.tensor([0, 1, 2]))
+    assert got.tolist() == pytest.approx([-2.0, -1.5, -2 + 2 / 3]) and not got.requires_grad
+
+
+def test_recomputed_and_coupled_proximal_logprobs():
+    current, rollout, before = (torch.tensor([x], requires_grad=True) for x in (-1.0, -2.0, -3.0))
+    lag = torch.zeros(1)
+    assert proximal_logprobs("recompute", current, rollout, lag, before).item() == -3.0
+    assert proximal_logprobs("recompute", current, rollout, lag).item() == -1.0
+    assert proximal_logprobs("rollout", current, rollout, lag, before).item() == -2.0
+    assert not proximal_logprobs("recompute", current, rollout, lag).requires_grad
+    with pytest.raises(ValueError, match="unknown proximal policy 'behaviour'"):
+        proximal_logprobs("behaviour", current, rollout, lag)
+
+
+def test_a_coupled_ratio_needs_no_weight_and_rejects_by_the_trainers_logprobs():
+    rollout, trainer = torch.tensor([-1.0, -1.0]), torch.tensor([-1.0, 4.0])
+    rows, lag = torch.arange(2), torch.zeros(2)
+    plain = CorrectionConfig(proximal="rollout")
+    assert correct(plain, rollout, rollout, rows, 2, lag).weights_T.tolist() == [1.0, 1.0]
+    config = CorrectionConfig(proximal="rollout", reject={"upper": 5.0})
+    assert correct(config, rollout, rollout, rows, 2, lag, trainer).keep_T.tolist() == [True, False]
+    with pytest.raises(ValueError, match="needs the trainer's logprobs"):
+        correct(config, rollout, rollout, rows, 2, lag)
+
+
+# ---------------------------------------------------------------- what is refused
+
+
+@pytest.mark.parametrize("bounds, text", [
+    ({"upper": 0.9}, "upper"), ({"lower": 1.1, "upper": 2.0}, "lower"), ({"lower": -1, "upper": None}, "lower"),
+    ({"lower": 1.0, "upper": 1.0}, "lower and upper are both 1.0"), ({"level": "token"}, "upper"),
+])  # fmt: skip
+def test_bounds_that_exclude_equal_policies_or_are_not_stated_are_refused(bounds, text):
+    with pytest.raises(ValueError, match=text):
+        BoundsConfig(**bounds)
+
+
+def test_missing_logprobs_are_refused_by_the_name_of_their_trajectory():
+    names = ["group ('sum', 3) sample 0", "group ('sum', 3) sample 1"]
+    check_logprobs([[-1.0], [-1.0, -2.0]], [1, 2], names)
+    for bad, text in (
+        (None, "has no logprobs"), ([-1.0], "has 1 logprobs for 2 trained tokens"),
+        ([-1.0, np.nan], "has logprob nan at trained token 1"),
+    ):  # fmt: skip
+        with pytest.raises(ValueError, match=rf"group \('sum', 3\) sample 1 {text}"):
+            check_logprobs([[-1.0], bad], [1, 2], names)
+
+
+def test_no_correction_weighs_everything_once():
+    none = Correction.none(torch.zeros(3, requires_grad=True))
+    assert none.weights_T.tolist() == [1.0] * 3 and none.keep_T is None and not none.weights_T.requires_grad

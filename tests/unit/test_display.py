@@ -18,7 +18,7 @@ REPORT: dict[str, Any] = {
     "eval_before": 0.31, "eval_after": 0.87, "step_s_median": 0.75, "staleness_max": 1, "staleness_bound": 1,
     "staleness_mean": 0.74, "trainer_idle_fraction": 0.34, "rollout_idle_fraction": 0.13, "overlap_s": 40.0,
     "window_s": 60.75, "sync_s_median": 0.045, "num_syncs": 81, "logprob_mismatch_max": 9e-6,
-    "peak_memory_bytes": 4_120_000_000, "problems": [], "groups": run.counts().as_dict(),
+    "peak_memory_bytes": 4_120_000_000, "problems": [], "groups": run.counts().as_dict(), "length_bias": None,
 }  # fmt: skip
 
 
@@ -189,3 +189,17 @@ def test_numbers_are_short(value: float | None, text: str) -> None:
 def test_durations_read_as_people_say_them(value: float, text: str) -> None:
     assert formatting.seconds(value) == text
     assert formatting.clock(7500) == "2:05:00" and formatting.clock(5) == "0:05"
+
+
+def test_the_summary_names_a_length_bias_only_where_groups_grew_too_old() -> None:
+    def kind(groups: int, mean: float | None) -> dict[str, object]:
+        return {"groups": groups, "tokens_mean": mean}
+
+    bias = {"trained": kind(30, 10.0), "dropped": kind(0, None), "regenerated": kind(0, None)}
+    fresh = {**REPORT, "length_bias": {**bias, "ratio": None, "share": 0.0}}
+    assert "length bias" not in summary(fresh, Path("runs/x"))
+    old = {**REPORT, "length_bias": {**bias, "dropped": kind(10, 15.0), "ratio": 1.5, "share": 0.25}}
+    assert (
+        "length bias       25 % of the groups grew too old, 1.50 times as long as trained ones: "
+        "10 dropped (15.0 tokens), 30 trained (10.0 tokens)"
+    ) in summary(old, Path("runs/x"))

@@ -1,166 +1,372 @@
-"""The policy loss and its logprobs against loops in float64 and against finite differences."""
+"""The losses against loops in float64 that spell the formulas out, over random shapes, masks and splits."""
 
 import math
 
+import numpy as np
 import pytest
 import torch
-from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
-from raypost.losses import chosen_logprobs, policy_loss
-from raypost.policy import Policy
+from raypost.algorithm_config import LossConfig
+from raypost.corrections import Correction
+from raypost.errors import ConfigError
+from raypost.losses import (
+    LossTokens,
+    kl_estimate,
+    load_policy_loss,
+    policy_objective,
+    ppo,
+    sequence_scales,
+    sft_loss,
+    value_loss,
+)
+from raypost.rewards import kl_rewards
 
-CLIP = {"clip_low": 0.2, "clip_high": 0.28}
+LENGTHS = st.lists(st.integers(1, 12), min_size=1, max_size=6)
+SEEDS = st.integers(0, 9999)
 
 
-def random_tokens(num_tokens=200, seed=0, dtype=torch.float64):
+def make_tokens(lengths, seed=0, spread=0.4, reference=False, dtype=torch.float64):
+    """Random tokens of sequences of these lengths, one advantage a token."""
     g = torch.Generator().manual_seed(seed)
-    proximal = -torch.rand(num_tokens, generator=g, dtype=dtype) * 4
-    logprobs = proximal + 0.4 * torch.randn(num_tokens, generator=g, dtype=dtype)
-    advantages = torch.randn(num_tokens, generator=g, dtype=dtype)
-    weights = torch.rand(num_tokens, generator=g, dtype=dtype) * 2
-    return logprobs, proximal, advantages, weights
+    m = sum(lengths)
+    proximal = -torch.rand(m, generator=g, dtype=dtype) * 4
+
+    def near():
+        return proximal + spread * torch.randn(m, generator=g, dtype=dtype)
+
+    return LossTokens(
+        logprobs_T=near(),
+        entropy_T=torch.rand(m, generator=g, dtype=dtype),
+        proximal_T=proximal,
+        rollout_T=near(),
+        advantages_T=torch.randn(m, generator=g, dtype=dtype),
+        rows_T=torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths)),
+        num_rows=len(lengths),
+        reference_T=near() if reference else None,
+    )
 
 
-def naive_loss(logprobs, proximal, advantages, weights, normaliser, clip_low, clip_high):
-    total, clipped = 0.0, 0
-    for new, old, a, w in zip(logprobs, proximal, advantages, weights, strict=True):
-        ratio = math.exp(new - old)
-        bounded = min(max(ratio, 1 - clip_low), 1 + clip_high)
-        total -= w * min(ratio * a, bounded * a)
-        clipped += bounded * a < ratio * a
-    return total / normaliser, clipped
+def random_correction(tokens, seed, reject=True):
+    g = torch.Generator().manual_seed(seed + 1)
+    m = len(tokens.logprobs_T)
+    keep = torch.rand(m, generator=g) < 0.8 if reject else None
+    return Correction(torch.rand(m, generator=g, dtype=torch.float64) * 2, keep)
 
 
-def test_policy_loss_is_the_formula():
-    tokens = random_tokens()
-    expected, clipped = naive_loss(*(t.tolist() for t in tokens), 77.0, 0.2, 0.28)
-    loss, sums = policy_loss(*tokens, normaliser=77.0, **CLIP)
-    assert loss.item() == pytest.approx(expected, abs=1e-12)
-    ratio = (tokens[0] - tokens[1]).exp()
-    assert (sums.num_tokens, sums.clipped) == (200, clipped) and 0 < clipped < 200
-    assert sums.ratio == pytest.approx(ratio.sum().item())
-    assert (sums.ratio_min, sums.ratio_max) == (ratio.min().item(), ratio.max().item())
+def scales_of(aggregation, lengths, constant_length=None):
+    scales = sequence_scales(aggregation, lengths, constant_length)
+    return torch.from_numpy(np.repeat(scales, lengths))
 
 
-def test_float32_loss_is_within_1e6_of_float64():
-    tokens = random_tokens()
-    exact, _ = policy_loss(*tokens, normaliser=200.0, **CLIP)
-    single, _ = policy_loss(*(t.float() for t in tokens), normaliser=200.0, **CLIP)
-    assert single.item() == pytest.approx(exact.item(), abs=1e-6)
+# ---------------------------------------------------------------- naive loops
+
+
+def naive_ratios(tokens, kind, keep):
+    """The loss's ratio of each token."""
+    gaps = (tokens.logprobs_T - tokens.proximal_T).tolist()
+    rows = tokens.rows_T.tolist()
+    if kind != "gspo":
+        return [math.exp(gap) for gap in gaps]
+    ratios = []
+    for row in rows:
+        own = [gap for gap, other, kept in zip(gaps, rows, keep, strict=True) if other == row and kept]
+        ratios.append(math.exp(sum(own) / max(1, len(own))))
+    return ratios
+
+
+def naive_token_loss(kind, ratio, advantage, logprob, cfg):
+    bounded = min(max(ratio, 1 - cfg.clip_low), 1 + cfg.clip_high)
+    if kind == "cispo":
+        return -bounded * advantage * logprob
+    gain = min(ratio * advantage, bounded * advantage)
+    if cfg.dual_clip is not None and advantage < 0:
+        gain = max(gain, cfg.dual_clip * advantage)
+    return -gain
+
+
+def naive_kl(kind, logprob, reference):
+    gap = logprob - reference
+    return {"k1": gap, "k2": gap * gap / 2, "k3": math.exp(-gap) - 1 + gap}[kind]
+
+
+def naive_objective(tokens, correction, lengths, cfg, constant_length):
+    """The loss of a whole minibatch, aggregated as its definition says, not by scales."""
+    m, rows = len(tokens.logprobs_T), tokens.rows_T.tolist()
+    keep = [True] * m if correction.keep_T is None else correction.keep_T.tolist()
+    ratios = naive_ratios(tokens, cfg.kind, keep)
+    losses = []
+    for t in range(m):
+        loss = naive_token_loss(
+            cfg.kind, ratios[t], tokens.advantages_T[t].item(), tokens.logprobs_T[t].item(), cfg
+        )
+        loss *= correction.weights_T[t].item()
+        if cfg.kl.coefficient and cfg.kl.place == "loss":
+            kl = naive_kl(cfg.kl.kind, tokens.logprobs_T[t].item(), tokens.reference_T[t].item())
+            if cfg.kl.unbiased:
+                kl *= math.exp(tokens.logprobs_T[t].item() - tokens.proximal_T[t].item())
+            loss += cfg.kl.coefficient * kl
+        loss -= cfg.entropy_coefficient * tokens.entropy_T[t].item()
+        losses.append(loss if keep[t] else 0.0)
+    sums = [sum(x for x, row in zip(losses, rows, strict=True) if row == r) for r in range(len(lengths))]
+    if cfg.aggregation == "token":
+        return sum(sums) / sum(lengths)
+    if cfg.aggregation == "sequence":
+        return sum(s / length for s, length in zip(sums, lengths, strict=True)) / len(lengths)
+    return sum(sums) / (len(lengths) * constant_length)
+
+
+# ---------------------------------------------------------------- the objective
+
+
+@settings(max_examples=60, deadline=None)
+@given(lengths=LENGTHS, seed=SEEDS, dual=st.sampled_from([None, 1.5]), reject=st.booleans(),
+       aggregation=st.sampled_from(["token", "sequence", "constant"]),
+       kl=st.sampled_from(["k1", "k2", "k3", None]), unbiased=st.booleans())  # fmt: skip
+@pytest.mark.parametrize("kind", ["ppo", "gspo", "cispo"])
+def test_the_objective_is_its_formula(kind, lengths, seed, dual, reject, aggregation, kl, unbiased):
+    cfg = LossConfig(kind=kind, dual_clip=dual, aggregation=aggregation, entropy_coefficient=0.03,
+                     kl={"coefficient": 0.2 if kl else 0.0, "kind": kl or "k3", "unbiased": unbiased})  # fmt: skip
+    tokens = make_tokens(lengths, seed, reference=kl is not None)
+    correction = random_correction(tokens, seed, reject)
+    terms = policy_objective(tokens, correction, scales_of(aggregation, lengths, 20), cfg)
+    expected = naive_objective(tokens, correction, lengths, cfg, 20)
+    assert terms.loss.item() == pytest.approx(expected, rel=1e-9, abs=1e-9)
+
+
+@settings(max_examples=60, deadline=None)
+@given(lengths=st.lists(st.integers(1, 9), min_size=2, max_size=7), seed=SEEDS, data=st.data(),
+       aggregation=st.sampled_from(["token", "sequence", "constant"]))  # fmt: skip
+@pytest.mark.parametrize("kind", ["ppo", "gspo", "cispo"])
+def test_losses_of_any_split_by_sequences_sum_to_the_loss_of_the_whole(
+    kind, lengths, seed, data, aggregation
+):
+    cfg = LossConfig(kind=kind, kl={"coefficient": 0.1}, entropy_coefficient=0.01)
+    tokens = make_tokens(lengths, seed, reference=True)
+    correction, scales = random_correction(tokens, seed), scales_of(aggregation, lengths, 16)
+    whole = policy_objective(tokens, correction, scales, cfg)
+    part_of = data.draw(st.lists(st.integers(0, 3), min_size=len(lengths), max_size=len(lengths)))
+    total = 0.0
+    for part in range(4):
+        members = [i for i, one in enumerate(part_of) if one == part]
+        here = torch.isin(tokens.rows_T, torch.tensor(members, dtype=torch.long))
+        piece = tokens.kept(here)
+        renumbered = torch.tensor([members.index(r) for r in piece.rows_T.tolist()], dtype=torch.long)
+        piece = LossTokens(**{name: getattr(piece, name) for name in
+                              ("logprobs_T", "entropy_T", "proximal_T", "rollout_T", "advantages_T", "reference_T")},
+                           rows_T=renumbered, num_rows=len(members))  # fmt: skip
+        of_part = Correction(correction.weights_T[here], correction.keep_T[here])
+        total += policy_objective(piece, of_part, scales[here], cfg).loss.item()
+    assert total == pytest.approx(whole.loss.item(), rel=1e-10, abs=1e-12)
+
+
+def test_float32_is_within_1e6_of_float64():
+    lengths = [40] * 5
+    cfg = LossConfig(kl={"coefficient": 0.1}, entropy_coefficient=0.01)
+    tokens = make_tokens(lengths, reference=True)
+    exact = policy_objective(
+        tokens, Correction.none(tokens.logprobs_T), scales_of("token", lengths), cfg
+    ).loss
+    names = ("logprobs_T", "entropy_T", "proximal_T", "rollout_T", "advantages_T", "reference_T")
+    single = LossTokens(
+        **{name: getattr(tokens, name).float() for name in names}, rows_T=tokens.rows_T, num_rows=5
+    )
+    scales = scales_of("token", lengths).float()
+    got = policy_objective(single, Correction.none(single.logprobs_T), scales, cfg).loss
+    assert got.item() == pytest.approx(exact.item(), abs=1e-6)
 
 
 def test_upper_and_lower_clip_are_different():
-    def gradient(ratio, advantage):
-        logprob = torch.tensor([math.log(ratio)], dtype=torch.float64, requires_grad=True)
+    def gradient(ratio, advantage, **fields):
         one = torch.ones(1, dtype=torch.float64)
-        policy_loss(logprob, 0 * one, advantage * one, one, normaliser=1, **CLIP)[0].backward()
+        logprob = torch.tensor([math.log(ratio)], dtype=torch.float64, requires_grad=True)
+        tokens = LossTokens(
+            logprob, one, 0 * one, 0 * one, advantage * one, torch.zeros(1, dtype=torch.long), 1
+        )
+        loss_T, clipped_T = ppo(tokens, LossConfig(**fields))
+        loss_T.sum().backward()
+        assert bool(clipped_T) == (logprob.grad.item() == 0)
         return logprob.grad.item()
 
     assert gradient(1.27, 1.0) == pytest.approx(-1.27) and gradient(1.29, 1.0) == 0
     assert gradient(0.81, -1.0) == pytest.approx(0.81) and gradient(0.79, -1.0) == 0
     # Outside the clip, but on the side that the objective pulls back from.
     assert gradient(0.5, 1.0) == pytest.approx(-0.5) and gradient(2.0, -1.0) == pytest.approx(2.0)
+    assert gradient(2.9, -1.0, dual_clip=3) == pytest.approx(2.9) and gradient(3.1, -1.0, dual_clip=3) == 0
+    # Without a lower clip, nothing pulls back.
+    assert gradient(0.01, -1.0, clip_low=1.0) == pytest.approx(0.01)
 
 
-def test_losses_of_any_split_sum_to_the_loss_of_the_whole():
-    tokens = random_tokens()
-    whole, _ = policy_loss(*tokens, normaliser=200.0, **CLIP)
-    parts = [policy_loss(*(t[a:b] for t in tokens), normaliser=200.0, **CLIP)[0] for a, b in
-             [(0, 3), (3, 3), (3, 150), (150, 200)]]  # fmt: skip
-    assert sum(parts).item() == pytest.approx(whole.item(), abs=1e-12)
+def test_cispo_keeps_the_gradient_of_a_capped_token():
+    tokens = make_tokens([8], spread=1.5)
+    tokens.logprobs_T.requires_grad_()
+    loss_T, clipped_T = load_policy_loss("cispo")(tokens, LossConfig(kind="cispo"))
+    loss_T.sum().backward()
+    ratio = torch.exp(tokens.logprobs_T.detach() - tokens.proximal_T)
+    assert torch.allclose(tokens.logprobs_T.grad, -ratio.clamp(0.8, 1.28) * tokens.advantages_T)
+    assert 0 < clipped_T.sum() < 8 and torch.equal(clipped_T, (ratio < 0.8) | (ratio > 1.28))
 
 
-def test_only_the_logprobs_get_a_gradient():
-    tokens = [t.requires_grad_() for t in random_tokens()]
-    policy_loss(*tokens, normaliser=1.0, **CLIP)[0].backward()
-    assert tokens[0].grad is not None and all(t.grad is None for t in tokens[1:])
+def test_gspo_gives_each_token_its_sequences_ratio():
+    tokens = make_tokens([3, 1])
+    gap = tokens.logprobs_T - tokens.proximal_T
+    loss_T, _ = load_policy_loss("gspo")(tokens, LossConfig(kind="gspo", clip_low=1.0, clip_high=1e9))
+    expected = torch.stack([gap[:3].mean().exp()] * 3 + [gap[3].exp()]) * -tokens.advantages_T
+    assert torch.allclose(loss_T, expected)
 
 
-@pytest.mark.parametrize("normaliser", [0, -1, float("nan")])
-def test_a_normaliser_that_is_not_positive_is_refused(normaliser):
-    with pytest.raises(ValueError, match="normaliser"):
-        policy_loss(*random_tokens(), normaliser=normaliser, **CLIP)
+def test_only_the_logprobs_and_the_entropy_get_a_gradient():
+    tokens = make_tokens([4, 3], reference=True)
+    tensors = [tokens.logprobs_T, tokens.entropy_T, tokens.proximal_T, tokens.rollout_T, tokens.advantages_T]
+    cfg = LossConfig(kl={"coefficient": 0.1}, entropy_coefficient=0.5)
+    tokens.logprobs_T.requires_grad_(), tokens.entropy_T.requires_grad_()
+    terms = policy_objective(tokens, Correction.none(tokens.logprobs_T), scales_of("token", [4, 3]), cfg)
+    terms.loss.backward()
+    assert torch.allclose(tokens.entropy_T.grad, torch.full((7,), -0.5 / 7, dtype=torch.float64))
+    assert [t.grad is not None for t in tensors] == [True, True, False, False, False]
+    assert not any(
+        t.requires_grad for t in (terms.policy, terms.kl, terms.ratio_T, terms.clipped_T, terms.kl_T)
+    )
 
 
-def test_chosen_logprobs_and_their_gradient_are_those_of_log_softmax():
-    g = torch.Generator().manual_seed(1)
-    logits = torch.randn(13, 11, generator=g, dtype=torch.float64, requires_grad=True)
-    targets = torch.randint(0, 11, (13,), generator=g)
-    temperatures = 0.5 + torch.rand(13, generator=g, dtype=torch.float64)
-    pull = torch.randn(13, generator=g, dtype=torch.float64)
-    log_p = torch.log_softmax(logits / temperatures[:, None], -1)
-    expected = log_p.gather(-1, targets[:, None])[:, 0]
-    (expected_grad,) = torch.autograd.grad((expected * pull).sum(), logits)
-    got, entropy = chosen_logprobs(logits, targets, temperatures)
-    (got_grad,) = torch.autograd.grad((got * pull).sum(), logits)
-    assert torch.allclose(got, expected, rtol=0, atol=1e-12)
-    assert torch.allclose(got_grad, expected_grad, rtol=0, atol=1e-12)
-    assert torch.allclose(entropy, -(log_p.exp() * log_p).sum(-1), rtol=0, atol=1e-12)
-    assert not entropy.requires_grad
+def test_a_rejected_token_adds_nothing_even_where_its_ratio_overflows_and_scales_stay():
+    tokens = make_tokens([3, 2], reference=True)
+    tokens.logprobs_T[1], tokens.advantages_T[1] = 1e4, -1.0
+    tokens.logprobs_T.requires_grad_()
+    keep = torch.tensor([True, False, True, True, True])
+    cfg, scales = LossConfig(kl={"coefficient": 0.1, "kind": "k2"}), scales_of("sequence", [3, 2])
+    terms = policy_objective(tokens, Correction(torch.ones(5).double(), keep), scales, cfg)
+    terms.loss.backward()
+    assert math.isfinite(terms.loss.item()) and tokens.logprobs_T.grad.isfinite().all()
+    assert tokens.logprobs_T.grad[1] == 0 and (tokens.logprobs_T.grad[keep] != 0).any()
+    rest = policy_objective(tokens.kept(keep), Correction(torch.ones(4).double()), scales[keep], cfg)
+    assert terms.loss.item() == rest.loss.item() and len(terms.ratio_T) == 4
 
 
-def test_impossible_tokens_and_no_tokens_are_no_nan():
-    logits = torch.tensor([[0.0, float("-inf"), 0.0]])
-    logprobs, entropy = chosen_logprobs(logits, torch.tensor([0]), torch.ones(1))
-    assert logprobs.item() == pytest.approx(-math.log(2)) and entropy.item() == pytest.approx(math.log(2))
-    logprobs, entropy = chosen_logprobs(torch.empty(0, 3), torch.empty(0, dtype=torch.long), torch.empty(0))
-    assert len(logprobs) == len(entropy) == 0
+def test_a_micro_batch_without_tokens_has_loss_0_and_a_gradient():
+    logprobs = torch.empty(0, requires_grad=True)
+    none, rows = torch.empty(0), torch.empty(0, dtype=torch.long)
+    for kind in ("ppo", "gspo", "cispo"):
+        tokens = LossTokens(logprobs, none, none, none, none, rows, 0, reference_T=none)
+        cfg = LossConfig(kind=kind, kl={"coefficient": 0.1})
+        loss = policy_objective(tokens, Correction.none(none), none, cfg).loss
+        loss.backward()
+        assert loss.item() == 0.0
 
 
-def tiny_policy():
-    torch.manual_seed(0)
-    # Llama normalises in float32 whatever its type; GPT-2 computes all of itself in float64.
-    config = GPT2Config(vocab_size=11, n_positions=8, n_embd=8, n_layer=2, n_head=2, initializer_range=0.5,
-                        resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0)  # fmt: skip
-    return Policy(GPT2LMHeadModel(config).double())
+def test_terms_say_what_the_loss_is_made_of():
+    tokens = make_tokens([4, 4], reference=True)
+    scales, plain = scales_of("token", [4, 4]), Correction.none(tokens.logprobs_T)
+    both = policy_objective(tokens, plain, scales, LossConfig(kl={"coefficient": 0.3, "kind": "k1"}))
+    assert both.loss.item() == pytest.approx((both.policy + both.kl).item())
+    assert both.kl.item() == pytest.approx(0.3 * (tokens.logprobs_T - tokens.reference_T).mean().item())
+    # In the reward, the divergence is reported, but no term.
+    reward = policy_objective(tokens, plain, scales, LossConfig(kl={"coefficient": 0.3, "place": "reward"}))
+    assert reward.kl.item() == 0 and reward.loss.item() == both.policy.item() and reward.kl_T.mean() > 0
 
 
-def padded_batch():
-    ids = torch.tensor([[1, 2, 3, 4, 5], [6, 7, 8, 0, 0]])
-    index = torch.tensor([1, 2, 4, 5 + 0, 5 + 2])
-    targets = torch.tensor([3, 4, 9, 7, 10])
-    return ids, index, targets, torch.tensor([1.0, 1.0, 1.0, 0.7, 0.7], dtype=torch.float64)
+# ---------------------------------------------------------------- scales and terms
 
 
-def test_policy_computes_the_models_logprobs_at_the_chosen_positions_despite_padding():
-    policy = tiny_policy()
-    ids, index, targets, temperatures = padded_batch()
-    got, _ = policy(ids, index, targets, temperatures)
-    direct = GPT2LMHeadModel(policy.model.config).double()
-    direct.load_state_dict(policy.model.state_dict())
-    first = torch.log_softmax(direct(ids[:1]).logits[0], -1)
-    second = torch.log_softmax(direct(ids[1:, :3]).logits[0] / 0.7, -1)
-    expected = [first[1, 3], first[2, 4], first[4, 9], second[0, 7], second[2, 10]]
-    assert torch.allclose(got, torch.stack(expected), rtol=0, atol=1e-12)
+@given(lengths=LENGTHS)
+def test_scales_add_up_to_what_their_aggregation_says(lengths):
+    lengths = np.asarray(lengths)
+    assert (sequence_scales("token", lengths) * lengths).sum() == pytest.approx(1)
+    assert np.allclose(sequence_scales("sequence", lengths) * lengths, 1 / len(lengths))
+    constant = sequence_scales("constant", lengths, 50)
+    assert (constant * lengths).sum() == pytest.approx(lengths.mean() / 50)
 
 
-def test_gradient_of_the_loss_on_a_model_is_that_of_finite_differences():
-    policy, batch = tiny_policy(), padded_batch()
-    proximal = policy(*batch)[0].detach() + torch.tensor([0.05, -0.05, 0.5, -0.5, 0.0]).double()
-    advantages = torch.tensor([1.0, -1.0, 0.5, -2.0, 1.5]).double()
-    weights = torch.tensor([1.0, 0.3, 2.0, 1.0, 0.7]).double()
-
-    def loss():
-        return policy_loss(policy(*batch)[0], proximal, advantages, weights, normaliser=5.0, **CLIP)[0]
-
-    loss().backward()
-    g, step = torch.Generator().manual_seed(3), 1e-6
-    for name, parameter in policy.named_parameters():
-        direction = torch.randn(parameter.shape, generator=g, dtype=torch.float64)
-        with torch.no_grad():
-            parameter += step * direction
-            above = loss()
-            parameter -= 2 * step * direction
-            below = loss()
-            parameter += step * direction
-        slope = ((above - below) / (2 * step)).item()
-        assert (parameter.grad * direction).sum().item() == pytest.approx(slope, rel=1e-5, abs=1e-8), name
+def test_masks_of_zeros_and_unknown_aggregations_are_refused():
+    with pytest.raises(ValueError, match=r"sequences \[1\] have no trained token"):
+        sequence_scales("sequence", [3, 0, 2])
+    with pytest.raises(ValueError, match="unknown aggregation 'mean'"):
+        sequence_scales("mean", [3])
+    for length in (None, 0):
+        with pytest.raises(ValueError, match="needs a constant_length of 1 or more"):
+            sequence_scales("constant", [3], length)
+    assert sequence_scales("token", []).shape == sequence_scales("sequence", []).shape == (0,)
 
 
-def test_weights_have_the_names_of_a_checkpoint_and_tied_ones_come_once():
-    for tied, count in ((True, 0), (False, 1)):
-        config = LlamaConfig(vocab_size=11, hidden_size=8, intermediate_size=12, num_hidden_layers=1,
-                             num_attention_heads=2, tie_word_embeddings=tied)  # fmt: skip
-        names = [name for name, _ in Policy(LlamaForCausalLM(config)).named_weights()]
-        assert len(names) == len(set(names)) and "model.embed_tokens.weight" in names
-        assert names.count("lm_head.weight") == count
+@given(seed=SEEDS)
+def test_kl_estimates_are_schulmans_in_the_loss_and_in_the_reward(seed):
+    rng = np.random.default_rng(seed)
+    logprobs, reference = -rng.random(20) * 5, -rng.random(20) * 5
+    for kind in ("k1", "k2", "k3"):
+        expected = [naive_kl(kind, a, b) for a, b in zip(logprobs, reference, strict=True)]
+        got = kl_estimate(kind, torch.from_numpy(logprobs), torch.from_numpy(reference)).numpy()
+        assert np.allclose(got, expected, rtol=1e-9, atol=1e-12)
+        assert np.allclose(kl_rewards(kind, logprobs, reference, 0.3), -0.3 * got, rtol=1e-12)
+    with pytest.raises(ValueError, match="unknown KL estimator 'k4'"):
+        kl_estimate("k4", torch.zeros(1), torch.zeros(1))
+    with pytest.raises(ValueError, match="unknown KL estimator 'k4'"):
+        kl_rewards("k4", [0.0], [0.0], 1)
+    with pytest.raises(ValueError, match=r"\(2,\) logprobs, but \(1,\) of the reference"):
+        kl_rewards("k1", [0.0, 0.0], [0.0], 1)
+
+
+def test_k1_and_k3_estimate_the_divergence():
+    p, q = torch.tensor([0.5, 0.3, 0.2]).double(), torch.tensor([0.2, 0.2, 0.6]).double()
+    exact = (p * (p.log() - q.log())).sum().item()
+    for kind in ("k1", "k3"):
+        assert (p * kl_estimate(kind, p.log(), q.log())).sum().item() == pytest.approx(exact)
+
+
+@given(seed=SEEDS, clip=st.sampled_from([None, 0.2]))
+def test_value_loss_is_its_formula(seed, clip):
+    rng = np.random.default_rng(seed)
+    values, before, returns, scales = (rng.normal(size=30) for _ in range(4))
+    expected = 0.0
+    for v, b, r, s in zip(values, before, returns, scales, strict=True):
+        near = v if clip is None else min(max(v, b - clip), b + clip)
+        expected += s * max((v - r) ** 2, (near - r) ** 2) / 2
+    terms = value_loss(*(torch.from_numpy(x) for x in (values, before, returns, scales)), clip)
+    assert terms.loss.item() == pytest.approx(expected, abs=1e-9)
+    assert bool(terms.clipped_T.any()) == (clip is not None)
+
+
+def test_sft_loss_is_the_mean_cross_entropy_over_the_whole_step():
+    logprobs = -torch.rand(10, dtype=torch.float64)
+    whole = sft_loss(logprobs, 10, 0.5)
+    assert whole.item() == pytest.approx(-0.5 * logprobs.mean().item())
+    assert (sft_loss(logprobs[:3], 10, 0.5) + sft_loss(logprobs[3:], 10, 0.5)).item() == pytest.approx(
+        whole.item()
+    )
+    for bad in (0, -1, float("nan")):
+        with pytest.raises(ValueError, match="normaliser"):
+            sft_loss(logprobs, bad)
+
+
+# ---------------------------------------------------------------- one's own, and what is refused
+
+
+def advantage_weighted(tokens, config):
+    loss_T = -tokens.advantages_T * tokens.logprobs_T * config.clip_high
+    return loss_T, torch.zeros_like(tokens.rows_T, dtype=torch.bool)
+
+
+def test_a_loss_by_import_path_is_used():
+    tokens = make_tokens([3, 2])
+    cfg = LossConfig(kind=f"{__name__}:advantage_weighted")
+    terms = policy_objective(tokens, Correction.none(tokens.logprobs_T), scales_of("token", [3, 2]), cfg)
+    assert terms.loss.item() == pytest.approx(-0.28 * (tokens.advantages_T * tokens.logprobs_T).mean().item())
+    with pytest.raises(ConfigError, match=r"train.loss.kind is .* has no 'nothing'"):
+        load_policy_loss(f"{__name__}:nothing")
+    with pytest.raises(
+        ValueError, match=r"loss.kind is 'ppo2'; there are ppo, gspo, cispo, or an import path"
+    ):
+        LossConfig(kind="ppo2")
+
+
+def test_what_does_not_fit_together_is_refused():
+    tokens = make_tokens([3, 2])
+    plain, scales = Correction.none(tokens.logprobs_T), scales_of("token", [3, 2])
+    with pytest.raises(ValueError, match="needs the reference's logprobs, but there are none"):
+        policy_objective(tokens, plain, scales, LossConfig(kl={"coefficient": 0.1}))
+    with pytest.raises(ValueError, match="5 tokens, 5 weights, 4 scales"):
+        policy_objective(tokens, plain, scales[:4], LossConfig())
+    with pytest.raises(ValueError, match=r"must have one length, got .*'advantages_T': 4"):
+        LossTokens(*[torch.zeros(5)] * 4, torch.zeros(4), torch.zeros(5, dtype=torch.long), 1)
+    with pytest.raises(ValueError, match=r"dual_clip is 1.2, not above 1 \+ clip_high = 1.28"):
+        LossConfig(dual_clip=1.2)

@@ -1,11 +1,16 @@
 """Every trainable token is computed once, on one rank, in micro-batches of bounded size and equal number."""
 
+from collections import Counter
+
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from raypost.packing import micro_batches, plan_batch, plan_micro_batches
+from raypost.packed import pack_groups
+from raypost.packing import PackingRule, Unit, make_units, micro_batches, plan_micro_batches, spread
+from raypost.token_advantages import with_advantage
+from raypost.train_batch import plan_batch
 from raypost.types import Group, RolloutState, SampleParams, Status
 
 
@@ -26,89 +31,184 @@ def make_state(group_id=0, index=0, prompt=3, response=4, reward=1.0, status=Sta
     return state
 
 
-def make_groups(num_groups=6, size=4, seed=0):
+def make_groups(num_groups=6, size=4, seed=0, longest_prompt=9, longest=12):
+    """Groups of trajectories of random length whose members share a prompt."""
     rng = np.random.default_rng(seed)
-    return [
-        Group(
-            task="task",
-            group_id=g,
-            states=[
-                make_state(g, i, int(rng.integers(1, 9)), int(rng.integers(1, 12)), float(rng.normal()))
-                for i in range(size)
-            ],
-        )
-        for g in range(num_groups)
-    ]
+    groups = []
+    for g in range(num_groups):
+        prompt = int(rng.integers(1, longest_prompt))
+        states = [
+            make_state(g, i, prompt, int(rng.integers(1, longest)), float(rng.normal())) for i in range(size)
+        ]
+        groups.append(Group(task="task", group_id=g, states=states))
+    return groups
+
+
+def planned(groups, minibatches=1):
+    return plan_batch(pack_groups(groups), 2, minibatches)
+
+
+RULES = {
+    "padded": PackingRule(40, packed=False),
+    "packed": PackingRule(40, share_prompts=False),
+    "shared": PackingRule(40),
+}
 
 
 @given(
-    lengths=st.lists(st.integers(1, 40), max_size=60),
+    prompts=st.lists(st.integers(1, 20), max_size=12),
+    size=st.integers(2, 5),
     world_size=st.integers(1, 5),
     max_tokens=st.integers(40, 200),
+    kind=st.sampled_from(sorted(RULES)),
+    seed=st.integers(0, 5),
 )
-def test_plan_is_complete_bounded_balanced_and_equal_in_number(lengths, world_size, max_tokens):
-    plan = plan_micro_batches(lengths, world_size, max_tokens)
-    assert sorted(i for rank in plan for part in rank for i in part) == list(range(len(lengths)))
-    assert len(plan) == world_size and len({len(rank) for rank in plan}) == 1 and len(plan[0]) >= 1
-    for rank in plan:
-        for part in rank:
-            assert len(part) * max((lengths[i] for i in part), default=0) <= max_tokens
-        order = [lengths[i] for part in rank for i in part]
-        assert order == sorted(order, reverse=True)
-    loads = [sum(lengths[i] for part in rank for i in part) for rank in plan]
-    assert max(loads) - min(loads) <= max(lengths, default=0)
+def test_plan_is_complete_bounded_and_equal_in_number(prompts, size, world_size, max_tokens, kind, seed):
+    rng = np.random.default_rng(seed)
+    groups = [
+        Group(
+            task="task",
+            group_id=g,
+            states=[make_state(g, i, prompt, int(rng.integers(1, 21))) for i in range(size)],
+        )
+        for g, prompt in enumerate(prompts)
+    ]
+    rule = PackingRule(max_tokens, RULES[kind].packed, RULES[kind].share_prompts, pair_cost=0.01)
+    samples = planned(groups).samples
+    plans = [micro_batches(samples, rank, world_size, rule) for rank in range(world_size)]
+    assert len({len(plan) for plan in plans}) == 1 and len(plans[0]) >= 1
+    computed = Counter(id(sample) for plan in plans for micro in plan for sample in micro.samples)
+    assert computed == Counter(map(id, samples))
+    for micro in (micro for plan in plans for micro in plan):
+        assert micro.num_inputs <= max_tokens
+        if micro.segments is not None:
+            ends = [s.start + s.length for s in micro.segments]
+            assert [s.start for s in micro.segments] == [0, *ends[:-1]] and ends[-1] == micro.num_inputs
+
+
+def test_ranks_are_balanced_by_cost_and_a_prompt_is_shared_by_fewer_where_that_balances():
+    rng = np.random.default_rng(1)
+    states = [make_state(0, i, 10, int(rng.integers(20, 60))) for i in range(16)]
+    samples = planned([Group(task="task", group_id=0, states=states)]).samples
+    rule = PackingRule(10_000, pair_cost=0.001)
+    assert len(make_units(samples, rule)) == 1
+    costs = [sum(unit.cost(rule) for unit in units) for units in spread(make_units(samples, rule), 4, rule)]
+    assert max(costs) < 1.15 * np.mean(costs)
+
+
+def test_long_samples_count_their_attention():
+    lengths = [400, *[100] * 4]
+    states = [make_state(0, i, 1, length) for i, length in enumerate(lengths)]
+    samples = planned([Group(task="task", group_id=0, states=states)]).samples
+    linear = PackingRule(1000, share_prompts=False)
+    dear = PackingRule(1000, share_prompts=False, pair_cost=0.01)
+    tokens = [
+        [sum(u.tokens for u in r) for r in spread(make_units(samples, rule), 2, rule)]
+        for rule in (linear, dear)
+    ]
+    assert sorted(tokens[0]) == [400, 400] and sorted(tokens[1]) == [400, 400]
+    assert Unit((samples[0],)).cost(dear) > 4 * Unit((samples[1],)).cost(dear)
+
+
+def test_a_prompt_is_shared_where_it_saves_time():
+    states = [make_state(0, i, 8, 5) for i in range(4)]
+    samples = planned([Group(task="task", group_id=0, states=states)]).samples
+    (unit,) = make_units(samples, PackingRule(100, pair_cost=0.001))
+    assert unit.tokens == 8 + 4 * 4
+    assert len(make_units(samples, PackingRule(100, share_prompts=False))) == 4
+    assert len(make_units(samples, PackingRule(100, packed=False))) == 4
+    assert [unit.tokens for unit in make_units(samples, PackingRule(16, pair_cost=0.001))] == [16, 16]
+
+
+def test_members_with_other_prompts_share_nothing_with_them():
+    states = [make_state(0, i, 6 + i % 2, 5) for i in range(4)]
+    units = make_units(planned([Group(task="task", group_id=0, states=states)]).samples, PackingRule(100))
+    assert sorted(len(unit.samples) for unit in units) == [2, 2]
 
 
 def test_a_sample_that_fits_nowhere_is_named():
-    with pytest.raises(ValueError, match="sample 1 has 41 tokens, more than micro_batch_tokens 40"):
-        plan_micro_batches([3, 41], 2, 40)
+    states = [make_state(3, i, 3, 4 if i else 39) for i in range(2)]
+    samples = planned([Group(task="task", group_id=3, states=states)]).samples
+    with pytest.raises(
+        ValueError, match=r"group \('task', 3\) sample 0 has 41 tokens, more than .*tokens 40"
+    ):
+        plan_micro_batches(samples, 2, RULES["shared"])
 
 
-def test_every_trained_token_is_predicted_from_the_position_before_it():
+@pytest.mark.parametrize("kind", RULES)
+def test_every_trained_token_is_predicted_from_the_position_before_it(kind):
     groups = make_groups()
     groups[0].states[0].response_mask[1] = False
-    batch = plan_batch(groups, "grpo", 1)
+    packed = pack_groups(groups)
+    batch = plan_batch(packed, 2, 1)
     seen = []
-    for micro in micro_batches(batch.samples, 0, 1, 40):
-        width = micro.input_ids_BL.shape[1]
-        assert micro.input_ids_BL.size <= 40
-        start = 0
-        for row, sample in enumerate(micro.samples):
-            state, count = sample.state, sample.num_trained
+    for micro in micro_batches(batch.samples, 0, 1, RULES[kind]):
+        row_L = micro.input_ids_BL.ravel()
+        for number, sample in enumerate(micro.samples):
+            state, part = sample.state, micro.sample_T == number
             ids, trained = np.concatenate([state.prompt_ids, state.response_ids]), state.response_mask
-            part = slice(start, start + count)
-            positions = micro.index_T[part] - row * width
-            assert np.array_equal(ids[positions + 1], micro.targets_T[part])
+            before = len(state.prompt_ids) - 1 + np.flatnonzero(trained)
+            assert np.array_equal(row_L[micro.index_T[part]], ids[before])
             assert np.array_equal(micro.targets_T[part], state.response_ids[trained])
             assert np.array_equal(micro.rollout_logprobs_T[part], state.logprobs[trained])
-            assert np.array_equal(micro.input_ids_BL[row, : len(ids) - 1], ids[:-1])
-            assert not micro.input_ids_BL[row, len(ids) - 1 :].any()
-            assert set(micro.advantages_T[part].tolist()) == {np.float32(sample.advantage)}
-            start += count
+            assert np.array_equal(packed.columns[1][micro.places_T[part]], state.response_ids[trained])
+            assert np.array_equal(packed.columns[2][micro.places_T[part]], state.logprobs[trained])
             seen.append((state.group_id, state.sample_index))
-        assert start == micro.num_trained
     assert sorted(seen) == [(g, i) for g in range(6) for i in range(4)]
 
 
+def test_a_response_sees_its_own_prompt_and_nothing_else():
+    groups = make_groups(3)
+    for micro in micro_batches(planned(groups).samples, 0, 1, PackingRule(200, pair_cost=0.0001)):
+        row_L, segments = micro.input_ids_BL[0], list(micro.segments)
+        whole = []
+        for s in segments:
+            prefix = row_L[s.prefix_start : s.prefix_start + s.prefix_length]
+            whole.append(np.concatenate([prefix, row_L[s.start : s.start + s.length]]).tolist())
+        for sample in micro.samples:
+            ids = np.concatenate([sample.state.prompt_ids, sample.state.response_ids])[:-1].tolist()
+            assert ids in whole
+
+
 def test_ranks_share_the_samples_and_agree_on_the_number_of_micro_batches():
-    samples = plan_batch(make_groups(3), "grpo", 1).samples
-    plans = [micro_batches(samples, rank, 5, 24) for rank in range(5)]
+    samples = planned(make_groups(3)).samples
+    plans = [micro_batches(samples, rank, 5, PackingRule(24)) for rank in range(5)]
     assert len({len(plan) for plan in plans}) == 1
     keys = [(s.state.group_id, s.state.sample_index) for plan in plans for m in plan for s in m.samples]
     assert len(keys) == len(set(keys)) == len(samples)
 
 
-def test_a_filler_has_an_input_and_no_trained_token():
-    plans = [micro_batches(plan_batch(make_groups(1, 2), "grpo", 1).samples, r, 3, 64) for r in range(3)]
-    (filler,) = (m for plan in plans for m in plan if not m.samples)
-    assert filler.input_ids_BL.shape == (1, 1) and filler.num_trained == 0
-    assert (filler.index_T.dtype, filler.advantages_T.dtype) == (np.int64, np.float32)
-    assert len(micro_batches([], 0, 1, 64)) == 1
+@pytest.mark.parametrize("kind", RULES)
+def test_a_filler_has_an_input_and_no_trained_token(kind):
+    rule = RULES[kind]
+    plans = [micro_batches(planned(make_groups(1, 2)).samples, r, 3, rule) for r in range(3)]
+    fillers = [m for plan in plans for m in plan if not m.samples]
+    assert fillers
+    for filler in fillers:
+        assert filler.input_ids_BL.shape == (1, 1) and filler.num_trained == 0
+        assert (filler.index_T.dtype, filler.temperatures_T.dtype) == (np.int64, np.float32)
+    assert len(micro_batches([], 0, 1, rule)) == 1
+
+
+def test_a_lognormal_mix_of_lengths_is_packed_without_padding():
+    rng = np.random.default_rng(0)
+    lengths = np.clip(rng.lognormal(5, 1, 256), 8, 2000).astype(int)
+    states = [make_state(0, i, 1, int(length)) for i, length in enumerate(lengths)]
+    samples = planned([Group(task="task", group_id=0, states=states)]).samples
+    useful = sum(sample.num_inputs for sample in samples)
+    used = {}
+    for name, rule in {
+        "packed": PackingRule(4096, share_prompts=False),
+        "padded": PackingRule(4096, False),
+    }.items():
+        plans = [micro_batches(samples, rank, 2, rule) for rank in range(2)]
+        used[name] = sum(micro.num_inputs for plan in plans for micro in plan)
+    assert useful / used["packed"] > 0.999 > useful / used["padded"]
 
 
 def test_minibatches_are_the_groups_in_order():
-    batch = plan_batch(make_groups(6), "grpo", 3)
-    ids = [[sample.state.group_id for sample in part[::4]] for part in batch.minibatches]
+    batch = planned(make_groups(6), 3)
+    ids = [[group[0].state.group_id for group in part] for part in batch.minibatches]
     assert ids == [[0, 1], [2, 3], [4, 5]]
 
 
@@ -119,9 +219,8 @@ def test_untrainable_trajectories_are_left_out_by_name_and_the_group_keeps_its_t
     states[3].response_mask[:] = False
     states[4].logprobs[2] = np.nan
     states[5].prompt_ids = states[5].prompt_ids[:0]
-    batch = plan_batch([Group(task="task", group_id=1, states=states)], "dr_grpo", 1)
+    batch = planned([Group(task="task", group_id=1, states=states)])
     assert [s.state.sample_index for s in batch.samples] == [0, 6, 7]
-    assert [s.advantage for s in batch.samples] == pytest.approx([-13 / 3, 5 / 3, 8 / 3])
     text = "; ".join(batch.left_out)
     for part in ("sample 1: status is failed (judge died)", "sample 2: reward is nan", "sample 3: no token",
                  "sample 4: a trained token's logprob", "sample 5: the prompt is empty"):  # fmt: skip
@@ -131,37 +230,41 @@ def test_untrainable_trajectories_are_left_out_by_name_and_the_group_keeps_its_t
 def test_a_masked_tokens_logprob_may_be_anything():
     states = [make_state(0, i, reward=float(i)) for i in range(2)]
     states[0].response_mask[1], states[0].logprobs[1] = False, np.nan
-    batch = plan_batch([Group(task="task", group_id=0, states=states)], "grpo", 1)
+    batch = planned([Group(task="task", group_id=0, states=states)])
     assert len(batch.samples) == 2 and batch.samples[0].num_trained == 3
 
 
-def test_a_group_with_one_trainable_member_is_left_out():
+def test_a_group_with_too_few_trainable_members_is_left_out():
     states = [make_state(0, 0), make_state(0, 1, status=Status.FAILED, reward=None)]
-    batch = plan_batch([Group(task="task", group_id=0, states=states)], "grpo", 1)
+    batch = planned([Group(task="task", group_id=0, states=states)])
     assert batch.samples == [] and "1 trainable of 2, 2 are needed" in batch.left_out[-1]
 
 
-def test_samples_without_advantage_are_not_computed_but_count():
-    groups = [
-        Group(task="task", group_id=0, states=[make_state(0, i, reward=1.0) for i in range(3)]),
-        Group(task="task", group_id=1, states=[make_state(1, i, reward=float(i)) for i in range(3)]),
-    ]
-    samples = plan_batch(groups, "grpo", 1).samples
-    assert sum(sample.num_trained for sample in samples) == 24
-    computed = [s.state for m in micro_batches(samples, 0, 1, 64) for s in m.samples]
-    # The middle of three equally spaced rewards has advantage 0 as well.
-    assert sorted((s.group_id, s.sample_index) for s in computed) == [(1, 0), (1, 2)]
+def test_a_sample_knows_its_place_in_the_batchs_columns():
+    groups = make_groups(3)
+    groups[1].states[2].status = Status.FAILED
+    packed = pack_groups(groups)
+    batch = plan_batch(packed, 2, 1)
+    assert batch.num_tokens == len(packed.columns[1]) and len(batch.samples) == 11
+    for sample in batch.samples:
+        assert np.array_equal(packed.columns[1][sample.places], sample.state.response_ids)
+    advantages = np.zeros(batch.num_tokens, np.float32)
+    advantages[batch.samples[4].places[-1]] = -1.0
+    assert [s for s in batch.samples if with_advantage(advantages)(s)] == [batch.samples[4]]
 
 
-def test_each_token_has_its_own_temperature():
+def test_each_token_has_the_sampling_parameters_of_its_trajectory():
     states = [make_state(0, i, reward=float(i), temperature=t) for i, t in enumerate((0.5, 2.0))]
-    samples = plan_batch([Group(task="task", group_id=0, states=states)], "grpo", 1).samples
-    (micro,) = micro_batches(samples, 0, 1, 64)
-    assert micro.temperatures_T.tolist() == [0.5] * 4 + [2.0] * 4
+    samples = planned([Group(task="task", group_id=0, states=states)]).samples
+    (micro,) = micro_batches(samples, 0, 1, PackingRule(64))
+    assert micro.temperatures_T.tolist() == [0.5] * 4 + [2.0] * 4 and micro.top_p_T is None
+    states = [make_state(0, i, reward=float(i), top_p=p) for i, p in enumerate((0.5, 1.0))]
+    samples = planned([Group(task="task", group_id=0, states=states)]).samples
+    (micro,) = micro_batches(samples, 0, 1, PackingRule(64))
+    assert micro.top_p_T.tolist() == [0.5] * 4 + [1.0] * 4 and micro.top_k_T.tolist() == [0] * 8
 
 
 def test_planning_is_deterministic():
-    groups = make_groups(8)
-    first = micro_batches(plan_batch(groups, "grpo", 1).samples, 1, 2, 30)
-    again = micro_batches(plan_batch(groups, "grpo", 1).samples, 1, 2, 30)
+    first = micro_batches(planned(make_groups(8)).samples, 1, 2, PackingRule(30))
+    again = micro_batches(planned(make_groups(8)).samples, 1, 2, PackingRule(30))
     assert all(np.array_equal(a.index_T, b.index_T) for a, b in zip(first, again, strict=True))

@@ -18,6 +18,7 @@ from raypost import plan
 from raypost.config import Config, load_config, parse_config
 from raypost.errors import ClusterError, ConfigError
 from raypost.resources import ClusterResources, bundles, place, shortages
+from raypost.schedule import task_limits
 from tests.unit.test_config import changed, good
 from tests.unit.test_tokenizer import write_tokenizer
 
@@ -375,14 +376,14 @@ def test_bundles_are_named_once_each_and_reserve_no_gpu_on_cpu(tmp_path: Path) -
 @pytest.mark.parametrize(
     ("strategy", "interval", "threshold", "retry", "oldest"),
     [
-        ({"max_staleness": 0}, 1, 1, False, "staleness 0: on-policy"),
-        ({"max_staleness": 2}, 1, 3, False, "staleness 2: 2 steps old"),
+        ({"max_staleness": 0, "tail_batch_trigger_size": -1}, 1, 1, False, "staleness 0: on-policy"),
+        ({"max_staleness": 2}, 1, 3, True, "staleness 2: 2 steps old"),
         ({"max_staleness": 1, "tail_batch_trigger_size": 0}, 4, 8, True, "staleness 7: 7 steps old"),
         (
             {"kind": "sync"},
             3,
             3,
-            False,
+            True,
             "staleness 2: 2 steps old",
         ),
         (
@@ -402,7 +403,7 @@ def test_staleness_bound_is_what_the_buffer_is_told(
     assert (bound.threshold, bound.oldest) == (threshold, oldest)
     assert bound.rule.endswith(f"+ 1) x sync_weights_interval {interval}")
     assert bound.beyond == ("generated again" if retry else "dropped")
-    limits = plan.task_limits(config)["default"]
+    limits = task_limits(config)["default"]
     assert (limits.stale_threshold, limits.retry) == (threshold, retry)
 
 
@@ -431,7 +432,7 @@ def test_batch_arithmetic_counts_tasks_samples_and_requests(tmp_path: Path) -> N
         ({"tasks__0__strategy": {"kind": "sync", "max_staleness": 2}}, "'sync' does not use max_staleness"),
         ({"rollout__max_num_seqs": 1024}, "1024 slots, but at most 64 requests are in flight"),
         ({"rollout__max_num_seqs": 2}, "up to 64 requests wait for 2 slots"),
-        ({"train__importance_cap": None}, "importance_cap is null"),
+        ({"train__correction": {"weight": None}}, "stays uncorrected"),
         ({"train__threads": 99}, "use 100 threads on 64 cores"),
         ({"device": "cuda"}, "float32 on GPUs"),
     ],

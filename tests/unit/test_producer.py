@@ -57,7 +57,7 @@ def test_interrupted_groups_are_continued_first_and_their_old_versions_kept() ->
         async with producing(world):
             await asyncio.sleep(2.5)
             await world.producer.pause()
-            assert (await world.buffer.counts())["default"] == {Status.ABORTED: 2}
+            assert (await world.buffer.counts()).groups["default"] == {Status.ABORTED: 2}
             await world.producer.resume(1)
             _, packed = await world.producer.take_batch(1)
             for one in unpack_groups(packed)[:2]:
@@ -157,7 +157,7 @@ def test_take_at_the_bound_is_empty_once_newer_weights_exist_and_keeps_the_data(
         for _ in range(2):
             status, packed = await world.producer.take_batch(2)
             assert (status.status, status.num_groups, packed) == ("expired_batch", 0, None)
-        assert (await world.buffer.counts())["default"][Status.COMPLETED] == 2
+        assert (await world.buffer.counts()).groups["default"][Status.COMPLETED] == 2
         await world.producer.acknowledge(1)
         await world.producer.pause()
         await world.producer.resume(1)
@@ -197,7 +197,7 @@ def test_groups_that_expire_after_production_stopped_are_produced_anew() -> None
         assert (counts.expired, counts.lost) == (4, 0)
         status, packed = await take_after_sync(world, 3)
         assert packed is not None and status.staleness == (1, 1)
-        assert min(h["group_id"] for h in packed.header) >= 8
+        assert min(one.group_id for one in unpack_groups(packed)) >= 8
 
     virtual(main())
 
@@ -209,7 +209,7 @@ def test_expired_groups_are_generated_again_if_asked_for() -> None:
         world = await stale_leftovers(trigger=0)
         status, packed = await take_after_sync(world, 3)
         assert packed is not None and status.staleness == (1, 1)
-        assert max(h["group_id"] for h in packed.header) < 8
+        assert max(one.group_id for one in unpack_groups(packed)) < 8
         counts = await world.producer.counts()
         assert (counts.expired, counts.lost) == (0, 0)
 
@@ -221,7 +221,7 @@ def test_expired_groups_wait_until_a_tail_batch_is_full() -> None:
 
     async def main() -> None:
         world = await stale_leftovers(trigger=4)
-        assert (await world.buffer.counts())["default"][Status.EXPIRED] == 4
+        assert (await world.buffer.counts()).groups["default"][Status.EXPIRED] == 4
         await world.producer.acknowledge(2)
         await world.producer.pause()
         before = len(world.pool.started)
@@ -238,7 +238,7 @@ def test_a_batch_that_can_never_come_is_an_error_with_every_counter() -> None:
 
     async def main() -> None:
         world = await expired_world()
-        world.producer._context.batch_size = 20
+        world.producer._context.progress._allocations[1] = {"default": 20}
         with pytest.raises(ProductionError) as caught:
             await world.producer.take_batch(1)
         for counter in (

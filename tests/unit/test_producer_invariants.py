@@ -15,10 +15,11 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
+from raypost.config import PauseMode
 from raypost.errors import LedgerError
 from raypost.ledger import Ledger
 from raypost.packed import PackedGroups, unpack_groups
-from raypost.protocols import TakeStatus
+from raypost.protocols import BufferBounds, TakeStatus
 from raypost.types import Group, GroupKey, Status
 from tests.unit.production import Pool, VirtualClockLoop, World, task_config
 
@@ -47,6 +48,7 @@ class ProducerMachine(RuleBasedStateMachine):
         self.loop = VirtualClockLoop()
         self.runner = asyncio.Runner(loop_factory=lambda: self.loop)
         self.paused = True
+        self.frozen = False
         self.step = 0
         self.version = 0
         self.batch: tuple[int, list[GroupKey]] | None = None
@@ -68,7 +70,7 @@ class ProducerMachine(RuleBasedStateMachine):
             for _ in range(20):
                 if self.batch is not None:
                     self.train(acknowledge=True, repeated=False)
-                self.pause(impatient=False)
+                self.pause(impatient=False, mode="abort")
                 self.resume(sync=True)
                 self.take(patience_s=60.0)
                 if self.step > before:
@@ -83,7 +85,10 @@ class ProducerMachine(RuleBasedStateMachine):
         interval=st.sampled_from([1, 2]),
         over=st.sampled_from([0.0, 1.0]),
         trigger=st.sampled_from([-1, 0, 2]),
-        kind=st.sampled_from(["async", "async", "sync"]),
+        kind=st.sampled_from(["async", "async", "capacity", "hard", "sync"]),
+        tries=st.sampled_from([None, 1, 2]),
+        mixed=st.booleans(),
+        bounded=st.booleans(),
         num_tasks=st.integers(1, 2),
         buffer_call_s=st.sampled_from([0.0, 0.2]),
         seed=st.integers(0, 1000),
@@ -91,17 +96,27 @@ class ProducerMachine(RuleBasedStateMachine):
     def begin(
         self, seed: int, num_tasks: int, interval: int, staleness: int, over: float, **rest: Any
     ) -> None:
-        strategy = {
-            "kind": rest["kind"],
+        strategy: dict[str, Any] = {
             "max_staleness": staleness,
             "over_sample_threshold": over,
             "tail_batch_trigger_size": rest["trigger"],
+            "tail_batch_max_tries": rest["tries"] if rest["trigger"] >= 0 else None,
             "drop_uniform_rewards": True,
         }
-        self.tasks = [task_config(f"task{i}", **strategy) for i in range(num_tasks)]
+        if rest["kind"] == "sync":
+            strategy["kind"] = "sync"
+        elif rest["kind"] != "async":
+            hard = staleness + 1 if rest["kind"] == "hard" else None
+            strategy |= {"admission": "capacity", "over_sample_threshold": 0.0, "hard_max_staleness": hard}
+        self.tasks = [task_config("task0", **strategy)]
+        if num_tasks == 2:
+            # Beside it the same again, or one that may run further ahead.
+            other = {"max_staleness": staleness + 2} if rest["mixed"] else strategy
+            self.tasks.append(task_config("task1", **{"drop_uniform_rewards": True, **other}))
+        self.bounds = BufferBounds(max_groups=6 if rest["bounded"] else None, low_water=0.5)
         self.buffer_call_s = rest["buffer_call_s"]
         self.interval, self.fates = interval, Fates(seed)
-        self.thresholds: dict[str, int] = {}
+        self.thresholds: dict[str, int | None] = {}
         self.do(self.make())
 
     async def make(self) -> None:
@@ -116,10 +131,12 @@ class ProducerMachine(RuleBasedStateMachine):
             pool=pool,
             ledger=Ledger(),
             buffer_call_s=self.buffer_call_s,
+            bounds=self.bounds,
         )
-        self.thresholds = {name: one.stale_threshold for name, one in self.world.strategies.items()}
+        strategies = self.world.strategies
+        self.thresholds = {name: one.limits.stale_threshold for name, one in strategies.items()}
         self.running = self.world.start()
-        self.paused = True
+        self.paused, self.frozen = True, False
 
     async def end(self) -> None:
         self.running.cancel()
@@ -164,7 +181,9 @@ class ProducerMachine(RuleBasedStateMachine):
         for age, one in zip(status.staleness, groups, strict=True):
             assert one.status is Status.COMPLETED
             oldest = min(int(v) for member in one.states for v in member.policy_versions)
-            assert age == self.step - 1 - oldest < self.thresholds[one.task]
+            assert age == self.step - 1 - oldest
+            threshold = self.thresholds[one.task]
+            assert threshold is None or age < threshold
             assert all(member.reward is not None for member in one.states)
             assert len({member.reward for member in one.states}) > 1
 
@@ -186,16 +205,19 @@ class ProducerMachine(RuleBasedStateMachine):
             self.do(self.world.producer.acknowledge(step))
             self.num_acknowledged = len(self.trained)
 
-    @rule(impatient=st.booleans())
-    def pause(self, impatient: bool) -> None:
+    @rule(impatient=st.booleans(), mode=st.sampled_from(["abort", "abort", "keep", "wait"]))
+    def pause(self, impatient: bool, mode: PauseMode = "abort") -> None:
         async def attempt() -> bool:
             try:
-                await asyncio.wait_for(self.world.producer.pause(), 3.0 if impatient else None)
+                await asyncio.wait_for(self.world.producer.pause(mode), 3.0 if impatient else None)
                 return True
             except TimeoutError:
                 return False
 
-        self.paused = self.do(attempt()) or self.paused
+        if self.do(attempt()):
+            # A pause is never softened: what was aborted stays so.
+            self.frozen = mode == "keep" and (self.frozen or not self.paused)
+            self.paused = True
 
     @precondition(lambda self: self.paused)
     @rule(sync=st.booleans())
@@ -203,9 +225,9 @@ class ProducerMachine(RuleBasedStateMachine):
         if sync and self.batch is None:
             self.version = self.step
         self.do(self.world.producer.resume(self.version))
-        self.paused = False
+        self.paused = self.frozen = False
 
-    @precondition(lambda self: self.paused)
+    @precondition(lambda self: self.paused and not self.frozen)
     @rule()
     def save(self) -> None:
         trained_step = self.step if self.batch is None else self.step - 1
@@ -239,7 +261,7 @@ class ProducerMachine(RuleBasedStateMachine):
 
     @invariant()
     def nothing_runs_while_paused(self) -> None:
-        if self.paused:
+        if self.paused and not self.frozen:
             assert self.do(self.world.producer.counts()).in_flight == 0
             stubborn = sum(task.get_name().startswith("group") for task in asyncio.all_tasks(self.loop))
             assert self.world.pool.generating == stubborn
@@ -249,12 +271,16 @@ class ProducerMachine(RuleBasedStateMachine):
     @invariant()
     def production_stays_within_its_horizon(self) -> None:
         """What was ever finished for training, or may still be, is bounded by the version alone."""
-        counts = self.do(self.world.producer.counts())
-        stocks = self.do(self.world.buffer.counts()).values()
-        completed = sum(stock.get(Status.COMPLETED, 0) for stock in stocks)
-        horizon = self.version + max(self.thresholds.values())
-        oversampled = 3 + len(self.tasks)
-        assert 3 * self.step + completed + counts.in_flight <= 3 * horizon + oversampled
+        groups = self.do(self.world.buffer.counts()).groups
+        in_flight = self.world.producer._context.pending
+        for task in self.tasks:
+            name, strategy = task.name, self.world.strategies[task.name]
+            progress = self.world.producer._context.progress
+            assert progress.target_upto[name] <= self.version + strategy.horizon
+            share = max(progress.allocation(step)[name] for step in range(1, progress.target_upto[name] + 2))
+            ahead = progress.consumed[name] + groups[name].get(Status.COMPLETED, 0) + in_flight.num_of(name)
+            oversampled = 0 if strategy.paces else share
+            assert ahead <= progress.target[name] + oversampled
 
     @invariant()
     def production_is_well(self) -> None:

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from raypost.errors import CheckpointError, LedgerError, ProductionError, StaleWeightsError, WaitTimeoutError
-from raypost.packed import pack_groups
-from raypost.types import Group, ProduceBatchStatus
+from raypost.packed import PackedGroups, pack_groups, unpack_groups
+from raypost.types import Group, ProduceBatchStatus, Status
 from tests.unit.production import (
     Pool,
     World,
@@ -85,7 +85,7 @@ def test_a_pool_that_does_not_confirm_its_pause_is_an_error_and_the_gate_stays_c
     async def main() -> None:
         world = World(batch_size=1, pause_timeout_s=20)
 
-        async def never() -> None:
+        async def never(mode: str) -> None:
             await asyncio.sleep(1e9)
 
         world.pool.pause = never  # type: ignore[method-assign]
@@ -260,7 +260,7 @@ def test_saving_needs_a_pause() -> None:
         world = World()
         async with producing(world):
             await asyncio.sleep(0.5)
-            with pytest.raises(ProductionError, match="pause before saving"):
+            with pytest.raises(ProductionError, match="before saving"):
                 await world.producer.state_dict()
 
     virtual(main())
@@ -365,5 +365,72 @@ def test_a_group_put_behind_the_ledgers_back_is_noticed() -> None:
         await world.buffer.put(pack_groups([group(9, [0], [0])]), 1)
         with pytest.raises(LedgerError, match="never sampled"):
             await world.producer.take_batch(1)
+
+    virtual(main())
+
+
+def versions_of(packed: PackedGroups) -> set[tuple[int, ...]]:
+    return {tuple(int(v) for v in m.policy_versions) for one in unpack_groups(packed) for m in one.states}
+
+
+def test_keep_freezes_requests_and_they_go_on_with_the_new_weights() -> None:
+    async def main() -> None:
+        world = World(task_config(max_staleness=3), batch_size=2, pause_mode="keep")
+        world.pool.seconds = lambda one: 4
+        async with producing(world):
+            await asyncio.sleep(2.5)
+            await world.producer.pause()
+            counts = await world.producer.counts()
+            assert (counts.in_flight, counts.buffered) == (2, 0)
+            await asyncio.sleep(100)
+            assert (await world.producer.counts()).in_flight == 2
+            await world.producer.resume(1)
+            _, packed = await world.producer.take_batch(1)
+            assert versions_of(packed) == {(0, 0, 1, 1)}
+            assert world.pool.started[:2] == [0, 1] and world.pool.interrupts == 0
+
+    virtual(main())
+
+
+def test_what_is_frozen_comes_back_when_a_checkpoint_must_find_nothing_pending() -> None:
+    async def main() -> None:
+        world = World(task_config(max_staleness=3), batch_size=2, pause_mode="keep")
+        world.pool.seconds = lambda one: 4
+        async with producing(world):
+            await asyncio.sleep(2.5)
+            await world.producer.pause()
+            with pytest.raises(ProductionError, match="mode abort"):
+                await world.producer.state_dict(0)
+            await world.producer.pause("abort")
+            assert (await world.producer.counts()).in_flight == 0
+            assert (await world.buffer.counts()).groups["default"] == {Status.ABORTED: 2}
+            await world.producer.state_dict(0)
+
+    virtual(main())
+
+
+def test_wait_lets_requests_run_to_their_end() -> None:
+    async def main() -> None:
+        world = World(task_config(max_staleness=3), batch_size=2, pause_mode="wait")
+        world.pool.seconds = lambda one: 20
+        async with producing(world):
+            await asyncio.sleep(2.5)
+            assert 17 <= await world.producer.pause() <= 18.5
+            assert (await world.buffer.counts()).groups["default"] == {Status.COMPLETED: 2}
+            assert world.pool.pauses == 1 and world.pool.interrupts == 0
+
+    virtual(main())
+
+
+def test_wait_aborts_what_takes_longer_than_the_deadline() -> None:
+    async def main() -> None:
+        world = World(task_config(max_staleness=3), batch_size=2, pause_mode="wait", pause_timeout_s=10.0)
+        world.pool.seconds = lambda one: 1 + 99 * (one.group_id == 1)
+        async with producing(world):
+            await asyncio.sleep(2.5)
+            assert 10 <= await world.producer.pause() <= 12
+            statuses = (await world.buffer.counts()).groups["default"]
+            assert statuses == {Status.COMPLETED: 1, Status.ABORTED: 1}
+            assert world.pool.interrupts >= 1
 
     virtual(main())

@@ -1,314 +1,585 @@
-"""The buffer: order, ageing, leases, restore. Rows N3, N16 to N19."""
+"""The buffer: order, ageing, what is handed out, leases, bounds, restore. Rows N3, N5 to N7, N16 to N19; traps
+36 to 39, 44, 90 to 99.
+"""
 
 from __future__ import annotations
 
 import asyncio
-from typing import Any
+from dataclasses import replace
 
 import numpy as np
 import pytest
-from hypothesis import settings
-from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
+from raypost.checkpoint import CheckpointDir
 from raypost.errors import CheckpointError, ConfigError, LedgerError
 from raypost.packed import PackedGroups, pack_groups, unpack_groups
-from raypost.protocols import TaskLimits
-from raypost.replay_buffer import ReplayBuffer
-from raypost.types import Group, GroupKey, Status
-from tests.unit.production import group
+from raypost.protocols import BufferBounds, TaskLimits
+from raypost.replay_buffer import Order, ReplayBuffer
+from raypost.types import NO_VERSION, Group, Status
+from tests.unit.buffer_groups import counts, group, ids, lease_ids, now, only, put, same_bytes
 
-Popped = PackedGroups | None
-
-
-def make(threshold: int = 4, retry: bool = False) -> ReplayBuffer:
-    return ReplayBuffer({"default": TaskLimits(threshold, retry), "other": TaskLimits(threshold, retry)})
+COMPLETED, ABORTED, EXPIRED, ARCHIVED = Status.COMPLETED, Status.ABORTED, Status.EXPIRED, Status.ARCHIVED
 
 
-async def put(buffer: ReplayBuffer, one: Group, train_step: int = 1) -> Any:
-    return await buffer.put(pack_groups([one]), train_step)
+def make(
+    threshold: int | None = 4,
+    retry: bool = False,
+    tokens: int | None = None,
+    max_tries: int | None = None,
+    order: Order = "stalest_first",
+    **bounds: float | None,
+) -> ReplayBuffer:
+    limits = TaskLimits(threshold, tokens, retry, max_tries)
+    return ReplayBuffer({"default": limits, "other": limits}, BufferBounds(**bounds), order)  # type: ignore[arg-type]
 
 
-def ids(packed: Popped) -> list[int]:
-    return [] if packed is None else [one.group_id for one in unpack_groups(packed)]
+def pop(buffer: ReplayBuffer, *sources: Status, limit: int = 1, claim: int) -> PackedGroups | None:
+    return now(buffer.pop("default", sources, limit, claim))
 
 
-async def lease_ids(buffer: ReplayBuffer, step: int, count: int) -> list[int]:
-    lease = await buffer.lease(step, {"default": count})
-    return [] if lease is None else [group_id for _, group_id in lease.keys]
+# ---------------------------------------------------------------- order
 
 
-async def test_stalest_first_and_first_in_first_out_among_equals() -> None:
+def test_stalest_first_and_first_in_first_out_among_equals() -> None:
     """N19: staleness 0, 2, 1, 2 inserted in that order."""
     buffer = make()
-    for group_id, version in enumerate([4, 2, 3, 2]):
-        await put(buffer, group(group_id, [version]), 5)
-    assert [await lease_ids(buffer, 5 + n, 1) for n in range(1)] == [[1]]
-    assert [ids(await buffer.pop("default", Status.COMPLETED)) for _ in range(4)] == [[3], [2], [0], []]
+    put(buffer, *(group(n, [version]) for n, version in enumerate([4, 2, 3, 2])), train_step=5)
+    assert lease_ids(buffer, 5, default=1) == [1]
+    assert ids(pop(buffer, COMPLETED, limit=9, claim=1)) == [3, 2, 0]
 
 
-async def test_equal_batches_are_identical_however_their_groups_arrived() -> None:
+def test_fifo_ignores_age() -> None:
+    buffer = make(order="fifo")
+    put(buffer, *(group(n, [version]) for n, version in enumerate([4, 2, 3, 2])), train_step=5)
+    assert lease_ids(buffer, 5, default=1) == [0]
+    assert ids(pop(buffer, COMPLETED, limit=9, claim=1)) == [1, 2, 3]
+
+
+def test_equal_batches_are_identical_however_their_groups_arrived() -> None:
     orders = []
     for arrival in ([0, 1, 2], [2, 0, 1]):
         buffer = make()
-        for group_id in arrival:
-            await put(buffer, group(group_id, [0]))
-        orders.append(await lease_ids(buffer, 1, 3))
+        put(buffer, *(group(n, [0]) for n in arrival))
+        orders.append(lease_ids(buffer, 1, default=3))
     assert orders == [[0, 1, 2], [0, 1, 2]]
 
 
-async def test_refresh_keeps_the_order_among_equals() -> None:
+def test_refresh_keeps_the_order_among_equals() -> None:
     """N18."""
     buffer = make()
-    for group_id in range(4):
-        await put(buffer, group(group_id, [0]))
+    put(buffer, *(group(n, [0]) for n in range(4)))
     for step in (2, 3, 3):
-        assert await buffer.refresh(step) == []
-    assert [ids(await buffer.pop("default", Status.COMPLETED)) for _ in range(4)] == [[0], [1], [2], [3]]
+        assert now(buffer.refresh(step)) == []
+    assert ids(pop(buffer, COMPLETED, limit=9, claim=1)) == [0, 1, 2, 3]
 
 
-async def test_expired_group_without_retry_is_dropped_at_put_and_at_refresh() -> None:
+def test_second_put_replaces_and_keeps_the_place() -> None:
+    buffer = make()
+    put(buffer, group(0, [0]), group(1, [0]))
+    put(buffer, group(0, [0, 0, 0]))
+    assert counts(buffer) == {COMPLETED: 2}
+    assert only(pop(buffer, COMPLETED, claim=1)).num_tokens == 3
+
+
+def test_popped_group_that_comes_back_keeps_its_place() -> None:
+    buffer = make(order="fifo")
+    put(buffer, group(0, [0], status=ABORTED), group(1, [0]))
+    pop(buffer, ABORTED, claim=1)
+    put(buffer, group(0, [0, 0]))
+    assert lease_ids(buffer, 1, default=1) == [0]
+
+
+# ---------------------------------------------------------------- ageing
+
+
+def test_expired_group_without_retry_is_dropped_at_put_and_at_refresh() -> None:
     """N17, and N3: the threshold itself is too old."""
     buffer = make(threshold=1)
-    result = await put(buffer, group(0, [3], [1]), 4)
-    assert (result.status, result.stored, result.staleness) == (Status.EXPIRED, False, 2)
-    assert (await put(buffer, group(1, [3], [3, 3]), 4)).stored
-    assert await buffer.refresh(4) == []
-    (gone,) = await buffer.refresh(5)
+    old, fresh = put(buffer, group(0, [3], [1]), group(1, [3], [3, 3]), train_step=4)
+    assert (old.status, old.stored, old.staleness, old.too_old) == (EXPIRED, False, 2, True)
+    assert fresh.stored and not fresh.too_old
+    assert now(buffer.refresh(4)) == []
+    (gone,) = now(buffer.refresh(5))
     assert (gone.key, gone.stored, gone.mean_tokens) == (("default", 1), False, 1.5)
-    assert await buffer.counts() == {"default": {}, "other": {}}
+    assert counts(buffer) == {}
 
 
-async def test_expired_group_with_retry_keeps_its_fresh_members() -> None:
+def test_expired_group_with_retry_keeps_its_fresh_members() -> None:
     """N16."""
     buffer = make(threshold=1, retry=True)
-    result = await put(buffer, group(0, [3, 3], [2]), 4)
-    assert (result.status, result.stored) == (Status.EXPIRED, True)
-    popped = await buffer.pop("default", Status.EXPIRED)
-    assert popped is not None
-    fresh, stale = unpack_groups(popped)[0].states
-    assert (fresh.status, fresh.reward, fresh.num_tokens) == (Status.COMPLETED, 1.0, 2)
-    assert (stale.status, stale.reward, stale.num_tokens) == (Status.EXPIRED, None, 0)
+    (result,) = put(buffer, group(0, [3, 3], [2]), train_step=4)
+    assert (result.status, result.stored, result.too_old) == (EXPIRED, True, True)
+    fresh, stale = only(pop(buffer, EXPIRED, claim=1)).states
+    assert (fresh.status, fresh.reward, fresh.num_tokens) == (COMPLETED, 1.0, 2)
+    assert (stale.status, stale.reward, stale.num_tokens) == (EXPIRED, None, 0)
+    assert stale.metadata == fresh.metadata and stale.sample_params == fresh.sample_params
 
 
-async def test_fresh_members_of_an_expired_group_age_too_and_are_reported_once() -> None:
+def test_fresh_members_of_an_expired_group_age_too_and_are_reported_once() -> None:
+    """Trap 36."""
     buffer = make(threshold=2, retry=True)
-    await put(buffer, group(0, [3], [2]), 4)
-    (first,) = await buffer.refresh(5)
+    put(buffer, group(0, [3], [2]), train_step=4)
+    (first,) = now(buffer.refresh(5))
     assert (first.key, first.stored, first.mean_tokens) == (("default", 0), True, 1.0)
-    assert await buffer.refresh(6) == []
-    popped = await buffer.pop("default", Status.EXPIRED)
-    assert popped is not None
-    assert [one.status for one in unpack_groups(popped)[0].states] == [Status.EXPIRED, Status.EXPIRED]
+    assert now(buffer.refresh(6)) == []
+    states = only(pop(buffer, EXPIRED, claim=1)).states
+    assert [(one.status, one.num_tokens) for one in states] == [(EXPIRED, 0), (EXPIRED, 0)]
 
 
-async def test_aborted_groups_age_as_well() -> None:
+def test_aborted_groups_age_as_well() -> None:
+    """Trap 36."""
     buffer = make(threshold=1)
-    await put(buffer, group(0, [0], status=Status.ABORTED))
-    assert [one.key for one in await buffer.refresh(2)] == [("default", 0)]
+    put(buffer, group(0, [0], status=ABORTED))
+    assert [one.key for one in now(buffer.refresh(2))] == [("default", 0)]
+
+
+def test_without_a_threshold_nothing_ever_expires() -> None:
+    buffer = make(threshold=None)
+    put(buffer, group(0, [0]), train_step=10**6)
+    assert now(buffer.refresh(10**9)) == []
+    lease = now(buffer.lease(10**9, {"default": 1}))
+    assert lease is not None and lease.staleness == (10**9 - 1,)
+
+
+def test_each_task_has_its_own_threshold() -> None:
+    """Trap 39: one task's threshold of 1 does not expire another's groups."""
+    buffer = ReplayBuffer({"default": TaskLimits(1), "other": TaskLimits(3)})
+    put(buffer, group(0, [0]), group(0, [0], task="other"))
+    assert [one.key for one in now(buffer.refresh(2))] == [("default", 0)]
+    assert lease_ids(buffer, 3, other=1) == [0]
+
+
+def test_tokens_without_a_policy_have_no_age() -> None:
+    buffer = make(threshold=1)
+    (result,) = put(buffer, group(0, [NO_VERSION, 3], [NO_VERSION], []), train_step=4)
+    assert (result.stored, result.staleness) == (True, 0)
+
+
+@pytest.mark.parametrize("call", [0, 7])
+def test_refresh_repeated_with_its_claim_gives_the_same_answer(call: int) -> None:
+    buffer = make(threshold=1)
+    put(buffer, group(0, [0]))
+    first = now(buffer.refresh(2, call))
+    assert [one.key for one in first] == [("default", 0)]
+    assert now(buffer.refresh(2, call)) == (first if call else [])
+    assert now(buffer.refresh(2, call + 1)) == []
+
+
+# ---------------------------------------------------------------- token staleness
+
+
+def test_stale_tokens_are_masked_in_the_lease_and_only_there() -> None:
+    """N5, traps 37 and 38: the semantic mask is intersected, and what is stored stays as it is."""
+    buffer = make(threshold=9, tokens=2)
+    put(buffer, group(0, [1, 1, 3, 3], masks=[[1, 0, 1, 1]]), train_step=5)
+    lease = now(buffer.lease(5, {"default": 1}))
+    assert lease is not None and lease.packed.masks.tolist() == [False, False, True, True]
+    restored = make(threshold=9, tokens=2)
+    now(restored.load_state_dict(now(buffer.state_dict())))
+    assert only(pop(restored, COMPLETED, claim=1)).states[0].response_mask.tolist() == [
+        True,
+        False,
+        True,
+        True,
+    ]
+
+
+def test_masking_counts_from_the_step_of_the_lease() -> None:
+    buffer = make(threshold=9, tokens=2)
+    put(buffer, group(0, [3, 4]), group(1, [4]), train_step=5)
+    lease = now(buffer.lease(6, {"default": 2}))
+    assert lease is not None and lease.packed.masks.tolist() == [False, True, True]
+
+
+def test_tasks_without_a_token_threshold_are_not_masked() -> None:
+    buffer = ReplayBuffer({"default": TaskLimits(9, 1), "other": TaskLimits(9)})
+    put(buffer, group(0, [1, 4]), group(0, [1, 4], task="other"), train_step=5)
+    lease = now(buffer.lease(5, {"default": 1, "other": 1}))
+    assert lease is not None
+    masks = {one.task: one.states[0].response_mask.tolist() for one in unpack_groups(lease.packed)}
+    assert masks == {"default": [False, True], "other": [True, True]}
+
+
+@pytest.mark.parametrize("retry", [False, True])
+def test_member_whose_trained_tokens_are_all_stale_is_expired(retry: bool) -> None:
+    """N6: its one fresh token is not trained."""
+    buffer = make(threshold=9, tokens=2, retry=retry)
+    one = group(0, [1, 1, 4], [4, 4], masks=[[1, 1, 0], [1, 1]])
+    (result,) = put(buffer, one, train_step=5)
+    assert (result.status, result.stored, result.staleness) == (EXPIRED, retry, 3)
+    if retry:
+        old, young = only(pop(buffer, EXPIRED, claim=1)).states
+        assert (old.status, old.num_tokens) == (EXPIRED, 0)
+        assert (young.status, young.num_tokens) == (COMPLETED, 2)
+
+
+def test_token_staleness_expires_at_refresh_too() -> None:
+    buffer = make(threshold=9, tokens=2)
+    put(buffer, group(0, [2, 3]), train_step=5)
+    assert now(buffer.refresh(5)) == []
+    assert [one.key for one in now(buffer.refresh(6))] == [("default", 0)]
+
+
+def test_member_that_trained_nothing_anyway_is_not_expired_by_it() -> None:
+    """N7, trap 37."""
+    buffer = make(threshold=9, tokens=1)
+    (result,) = put(buffer, group(0, [1, 1], [], masks=[[0, 0], []]), train_step=5)
+    assert (result.status, result.stored) == (COMPLETED, True)
+
+
+# ---------------------------------------------------------------- tries
+
+
+def test_group_interrupted_too_often_waits_with_the_expired_ones_and_keeps_its_tokens() -> None:
+    buffer = make(retry=True, max_tries=2)
+    results = put(
+        buffer, group(0, [0, 0], status=ABORTED, num_aborts=2), group(1, [0], status=ABORTED, num_aborts=1)
+    )
+    assert [(one.status, one.stored, one.too_old) for one in results] == [
+        (EXPIRED, True, False),
+        (ABORTED, True, False),
+    ]
+    (state,) = only(pop(buffer, EXPIRED, claim=1)).states
+    assert (state.status, state.num_tokens, state.num_aborts) == (ABORTED, 2, 2)
+
+
+def test_group_kept_for_its_tries_still_ages_and_is_then_reported() -> None:
+    buffer = make(threshold=1, retry=True, max_tries=1)
+    put(buffer, group(0, [0, 0], status=ABORTED, num_aborts=1))
+    (expired,) = now(buffer.refresh(2))
+    assert (expired.key, expired.mean_tokens) == (("default", 0), 2.0)
+    assert now(buffer.refresh(3)) == []
+    assert only(pop(buffer, EXPIRED, claim=1)).num_tokens == 0
+
+
+def test_completed_group_is_trained_however_often_it_was_interrupted() -> None:
+    buffer = make(retry=True, max_tries=1)
+    (result,) = put(buffer, group(0, [0], num_aborts=5))
+    assert result.status is COMPLETED
+
+
+def test_tries_without_retry_are_refused() -> None:
+    with pytest.raises(ConfigError, match="set retry"):
+        make(max_tries=2)
+
+
+# ---------------------------------------------------------------- what is never stored
 
 
 @pytest.mark.parametrize("status", [Status.FAILED, Status.FILTERED])
-async def test_failed_and_filtered_groups_are_never_stored(status: Status) -> None:
+def test_failed_and_filtered_groups_are_never_stored_and_end_what_was_out(status: Status) -> None:
     buffer = make()
-    result = await put(buffer, group(0, [0], status=status))
-    assert (result.status, result.stored) == (status, False)
-    assert (await buffer.counts())["default"] == {}
+    put(buffer, group(0, [0], status=ABORTED))
+    pop(buffer, ABORTED, claim=1)
+    results = put(buffer, group(0, [0], status=status), group(1, [0], status=status))
+    assert [(one.status, one.stored) for one in results] == [(status, False)] * 2
+    assert counts(buffer) == {} and now(buffer.reclaim()) == ()
 
 
-async def test_second_put_replaces_and_keeps_the_place() -> None:
+def test_unknown_task_is_named_and_nothing_of_the_put_is_stored() -> None:
     buffer = make()
-    for group_id in (0, 1):
-        await put(buffer, group(group_id, [0]))
-    await put(buffer, group(0, [0, 0, 0]))
-    assert await buffer.counts() == {"default": {Status.COMPLETED: 2}, "other": {}}
-    popped = await buffer.pop("default", Status.COMPLETED)
-    assert ids(popped) == [0] and unpack_groups(popped)[0].num_tokens == 3
+    with pytest.raises(ConfigError, match="knows no task 'x'"):
+        put(buffer, group(0, [0]), group(0, [0], task="x"))
+    assert counts(buffer) == {}
 
 
-async def test_repeated_put_of_a_leased_or_trained_group_changes_nothing() -> None:
-    buffer = make()
-    await put(buffer, group(0, [0]))
-    await buffer.lease(1, {"default": 1})
-    assert (await put(buffer, group(0, [0]))).stored
-    assert await buffer.counts() == {"default": {Status.ARCHIVED: 1}, "other": {}}
-    await buffer.acknowledge(1)
-    await put(buffer, group(0, [0]))
-    assert await buffer.counts() == {"default": {}, "other": {}}
+def test_the_same_group_twice_in_one_put_is_refused() -> None:
+    with pytest.raises(LedgerError, match="twice"):
+        put(make(), group(0, [0]), group(0, [0]))
 
 
-async def test_lease_is_all_or_nothing() -> None:
-    buffer = make()
-    await put(buffer, group(0, [0]))
-    await put(buffer, group(1, [0], status=Status.ABORTED))
-    assert await buffer.lease(1, {"default": 2}) is None
-    assert await buffer.lease(1, {"default": 1, "other": 1}) is None
-    assert await buffer.counts() == {"default": {Status.COMPLETED: 1, Status.ABORTED: 1}, "other": {}}
-
-
-async def test_lease_of_a_step_is_the_same_until_acknowledged() -> None:
-    buffer = make()
-    for group_id in range(3):
-        await put(buffer, group(group_id, [0]))
-    first, again = await buffer.lease(1, {"default": 2}), await buffer.lease(1, {"default": 1})
-    assert first is not None and again is not None
-    assert first.keys == again.keys and first.staleness == again.staleness == (0, 0)
-    assert (await buffer.counts())["default"] == {Status.COMPLETED: 1, Status.ARCHIVED: 2}
-    assert await buffer.acknowledge(1) == first.keys
-    assert await buffer.acknowledge(1) == ()
-    with pytest.raises(LedgerError, match="train twice"):
-        await buffer.lease(1, {"default": 1})
-
-
-async def test_lease_never_holds_expired_groups_even_unrefreshed() -> None:
-    buffer = make(threshold=2)
-    await put(buffer, group(0, [0]))
-    await put(buffer, group(1, [1]), 2)
-    assert await buffer.lease(3, {"default": 2}) is None
-    assert await lease_ids(buffer, 3, 1) == [1]
-
-
-async def test_stored_groups_do_not_share_memory_with_the_sender() -> None:
-    buffer = make()
-    packed = pack_groups([group(0, [0, 0])])
-    await buffer.put(packed, 1)
+def test_stored_groups_do_not_share_memory_with_the_sender() -> None:
+    buffer, packed = make(), pack_groups([group(0, [0, 0])])
+    now(buffer.put(packed, 1))
     packed.columns[1][:] = 99
-    popped = await buffer.pop("default", Status.COMPLETED)
+    popped = pop(buffer, COMPLETED, claim=1)
     assert popped is not None and 99 not in popped.columns[1]
 
 
-async def test_unknown_task_is_named() -> None:
-    with pytest.raises(ConfigError, match="knows no task 'x'"):
-        await put(make(), group(0, [0], task="x"))
-
-
-async def test_restored_buffer_gives_the_same_groups_in_the_same_order() -> None:
-    buffer, other = make(), make()
-    for group_id, version in enumerate([2, 0, 1, 0]):
-        await put(buffer, group(group_id, [version], [version, 3]), 3)
-    await put(buffer, group(4, [2], status=Status.ABORTED), 3)
-    await other.load_state_dict(await buffer.state_dict())
-    for status, count in ((Status.COMPLETED, 4), (Status.ABORTED, 1)):
-        for _ in range(count):
-            mine, theirs = await buffer.pop("default", status), await other.pop("default", status)
-            assert mine is not None and theirs is not None
-            assert mine.header == theirs.header
-            pairs = zip(mine.columns, theirs.columns, strict=True)
-            assert all(np.array_equal(a, b) and a.dtype == b.dtype for a, b in pairs)
-
-
-async def test_open_lease_is_completed_again_after_restore_and_an_acknowledged_one_is_gone() -> None:
-    buffer, other = make(), make()
-    for group_id in range(3):
-        await put(buffer, group(group_id, [0]))
-    await buffer.lease(1, {"default": 1})
-    await buffer.acknowledge(1)
-    await buffer.lease(2, {"default": 1})
-    await other.load_state_dict(await buffer.state_dict())
-    assert await other.counts() == {"default": {Status.COMPLETED: 2}, "other": {}}
-    assert await lease_ids(other, 2, 2) == [1, 2]
-    with pytest.raises(LedgerError):
-        await other.lease(1, {"default": 0})
-
-
-async def test_bad_restores_are_refused() -> None:
+def test_what_is_leased_does_not_share_memory_with_what_is_stored() -> None:
     buffer = make()
-    await put(buffer, group(0, [0]))
-    state = await buffer.state_dict()
+    put(buffer, group(0, [0, 0]))
+    first = now(buffer.lease(1, {"default": 1}))
+    assert first is not None
+    first.packed.columns[1][:] = 99
+    again = now(buffer.lease(1, {"default": 1}))
+    assert again is not None and 99 not in again.packed.columns[1]
+
+
+# ---------------------------------------------------------------- handed out
+
+
+def test_pop_takes_all_of_the_first_status_before_the_next() -> None:
+    buffer = make(threshold=1, retry=True)
+    put(buffer, *(group(n, [4], status=ABORTED) for n in range(2)), group(2, [0]), train_step=5)
+    assert ids(pop(buffer, EXPIRED, ABORTED, limit=2, claim=1)) == [2, 0]
+    assert ids(pop(buffer, EXPIRED, ABORTED, limit=9, claim=2)) == [1]
+    assert pop(buffer, EXPIRED, ABORTED, limit=9, claim=3) is None
+
+
+def test_the_last_claim_asked_again_gives_the_same_groups() -> None:
+    buffer = make()
+    put(buffer, *(group(n, [0], status=ABORTED) for n in range(4)))
+    for _ in range(2):
+        assert ids(pop(buffer, ABORTED, limit=2, claim=5)) == [0, 1]
+    assert ids(pop(buffer, ABORTED, limit=1, claim=6)) == [2]
+    with pytest.raises(LedgerError, match="claim 5 came after claim 6"):
+        pop(buffer, ABORTED, limit=2, claim=5)
+    assert counts(buffer) == {ABORTED: 1}
+
+
+def test_a_claim_that_got_nothing_gets_nothing_again() -> None:
+    buffer = make()
+    assert pop(buffer, ABORTED, claim=1) is None
+    put(buffer, group(0, [0], status=ABORTED))
+    assert pop(buffer, ABORTED, claim=1) is None
+    assert ids(pop(buffer, ABORTED, claim=2)) == [0]
+
+
+def test_popped_groups_are_not_counted_but_still_pin_their_bytes() -> None:
+    buffer = make()
+    put(buffer, group(0, [0], status=ABORTED))
+    stored = now(buffer.counts())
+    pop(buffer, ABORTED, claim=1)
+    out = now(buffer.counts())
+    assert stored.groups["default"] == {ABORTED: 1} and out.groups["default"] == {}
+    assert out.nbytes["default"] == {Status.INIT: stored.nbytes["default"][ABORTED]}
+    assert set(out.groups) == set(out.nbytes) == {"default", "other"}
+
+
+def test_dropped_groups_are_forgotten_and_others_are_left_alone() -> None:
+    buffer = make()
+    put(buffer, *(group(n, [0], status=ABORTED) for n in range(3)))
+    pop(buffer, ABORTED, limit=2, claim=1)
+    for _ in range(2):
+        now(buffer.drop([("default", 0), ("default", 2), ("x", 9)]))
+    assert now(buffer.reclaim()) == (("default", 1),)
+    assert counts(buffer) == {ABORTED: 2}
+
+
+def test_reclaim_takes_everything_back_as_it_was_and_can_be_repeated() -> None:
+    buffer = make(threshold=1, retry=True)
+    put(buffer, group(0, [4], status=ABORTED), group(1, [0], [4]), train_step=5)
+    pop(buffer, EXPIRED, ABORTED, limit=2, claim=9)
+    assert now(buffer.reclaim()) == now(buffer.reclaim()) == (("default", 1), ("default", 0))
+    assert counts(buffer) == {ABORTED: 1, EXPIRED: 1}
+    # Whoever claims now begins to count anew.
+    assert ids(pop(buffer, EXPIRED, claim=1)) == [1]
+    put(buffer, group(1, [4], [4]), train_step=5)
+    assert now(buffer.reclaim()) == ()
+
+
+# ---------------------------------------------------------------- leases
+
+
+def test_lease_is_all_or_nothing() -> None:
+    buffer = make()
+    put(buffer, group(0, [0]), group(1, [0], status=ABORTED))
+    assert now(buffer.lease(1, {"default": 2})) is None
+    assert now(buffer.lease(1, {"default": 1, "other": 1})) is None
+    assert counts(buffer) == {COMPLETED: 1, ABORTED: 1}
+
+
+def test_lease_of_a_step_is_the_same_until_acknowledged() -> None:
+    buffer = make()
+    put(buffer, *(group(n, [0]) for n in range(3)))
+    first, again = now(buffer.lease(1, {"default": 2})), now(buffer.lease(1, {"default": 1}))
+    assert first is not None and again is not None
+    assert first.keys == again.keys and first.staleness == again.staleness == (0, 0)
+    assert same_bytes(first.packed, again.packed)
+    assert counts(buffer) == {COMPLETED: 1, ARCHIVED: 2}
+    assert now(buffer.acknowledge(1)) == first.keys
+    assert now(buffer.acknowledge(1)) == ()
+    with pytest.raises(LedgerError, match="train twice"):
+        now(buffer.lease(1, {"default": 1}))
+
+
+def test_acknowledging_a_step_ends_all_leases_up_to_it() -> None:
+    buffer = make()
+    put(buffer, *(group(n, [0]) for n in range(3)))
+    for step in (1, 2, 3):
+        lease_ids(buffer, step, default=1)
+    assert now(buffer.acknowledge(2)) == (("default", 0), ("default", 1))
+    assert counts(buffer) == {ARCHIVED: 1}
+
+
+def test_lease_never_holds_expired_groups_even_unrefreshed() -> None:
+    for order in ("stalest_first", "fifo"):
+        buffer = make(threshold=2, order=order)
+        put(buffer, group(0, [0]))
+        put(buffer, group(1, [1]), train_step=2)
+        assert now(buffer.lease(3, {"default": 2})) is None
+        assert lease_ids(buffer, 3, default=1) == [1]
+
+
+def test_repeated_put_of_a_leased_or_trained_group_changes_nothing() -> None:
+    buffer = make()
+    put(buffer, group(0, [0]))
+    lease_ids(buffer, 1, default=1)
+    (result,) = put(buffer, group(0, [0]))
+    assert result.stored and counts(buffer) == {ARCHIVED: 1}
+    now(buffer.acknowledge(1))
+    (result, other) = put(buffer, group(0, [0]), group(1, [0]))
+    assert result.stored and other.stored and counts(buffer) == {COMPLETED: 1}
+
+
+# ---------------------------------------------------------------- bounds
+
+
+def test_full_from_the_high_mark_until_below_the_low_mark_every_time() -> None:
+    buffer = make(max_groups=10, low_water=0.5)
+    seen = []
+    for n in range(10):
+        seen.append(now(buffer.counts()).is_full)
+        put(buffer, group(n, [0]))
+    assert not any(seen)
+    for step in (1, 2):
+        assert now(buffer.counts()).is_full
+        lease_ids(buffer, step, default=5)
+        now(buffer.acknowledge(step))
+        full = now(buffer.counts()).is_full
+        assert full is (step == 1)
+    put(buffer, *(group(100 + n, [0]) for n in range(9)))
+    assert not now(buffer.counts()).is_full
+    put(buffer, group(110, [0]))
+    assert now(buffer.counts()).is_full
+
+
+def test_bytes_bound_counts_leased_and_popped_groups() -> None:
+    one = pack_groups([group(0, [0] * 50, status=ABORTED)]).nbytes
+    buffer = make(max_bytes=3 * one)
+    put(buffer, group(0, [0] * 50), *(group(n, [0] * 50, status=ABORTED) for n in (1, 2)))
+    lease_ids(buffer, 1, default=1)
+    pop(buffer, ABORTED, claim=1)
+    assert now(buffer.counts()).is_full
+    now(buffer.acknowledge(1))
+    assert not now(buffer.counts()).is_full
+
+
+def test_leased_groups_count_towards_the_bound_in_groups() -> None:
+    buffer = make(max_groups=2)
+    put(buffer, group(0, [0]), group(1, [0]))
+    lease_ids(buffer, 1, default=2)
+    assert now(buffer.counts()).is_full
+    now(buffer.acknowledge(1))
+    assert not now(buffer.counts()).is_full
+
+
+# ---------------------------------------------------------------- checkpoint
+
+
+def test_restored_buffer_gives_the_same_groups_in_the_same_order(tmp_path) -> None:
+    buffer, other = make(), make()
+    put(buffer, *(group(n, [v], [v, 3]) for n, v in enumerate([2, 0, 1, 0])), train_step=3)
+    put(buffer, group(4, [2], status=ABORTED), train_step=3)
+    CheckpointDir.save_state(tmp_path, "buffer", now(buffer.state_dict()))
+    now(other.load_state_dict(CheckpointDir.load_state(tmp_path, "buffer")))
+    mine, theirs = (pop(one, COMPLETED, ABORTED, limit=9, claim=1) for one in (buffer, other))
+    assert mine is not None and theirs is not None
+    assert ids(mine) == [1, 3, 2, 0, 4] and same_bytes(mine, theirs)
+
+
+def test_empty_buffer_can_be_saved_and_restored() -> None:
+    buffer, other = make(), make()
+    put(buffer, group(0, [0]))
+    lease_ids(buffer, 1, default=1)
+    now(buffer.acknowledge(1))
+    now(other.load_state_dict(now(buffer.state_dict())))
+    put(other, group(0, [0]))
+    assert counts(other) == {}
+
+
+def test_open_lease_is_completed_again_after_restore_and_an_acknowledged_one_is_gone() -> None:
+    """Trap 96."""
+    buffer, other = make(), make()
+    put(buffer, *(group(n, [0]) for n in range(3)))
+    lease_ids(buffer, 1, default=1)
+    now(buffer.acknowledge(1))
+    lease_ids(buffer, 2, default=1)
+    now(other.load_state_dict(now(buffer.state_dict())))
+    assert counts(other) == {COMPLETED: 2}
+    assert lease_ids(other, 2, default=2) == [1, 2]
+    with pytest.raises(LedgerError):
+        now(other.lease(1, {"default": 1}))
+
+
+def test_popped_and_tail_batch_groups_are_restored_as_they_were() -> None:
+    buffer = make(retry=True, max_tries=1)
+    other = make(retry=True, max_tries=1)
+    put(buffer, group(0, [0], status=ABORTED), group(1, [0], status=ABORTED, num_aborts=1))
+    pop(buffer, ABORTED, claim=1)
+    now(other.load_state_dict(now(buffer.state_dict())))
+    assert counts(other) == {ABORTED: 1, EXPIRED: 1}
+
+
+def test_restored_groups_are_as_old_as_before() -> None:
+    """Traps 44 and 95: age is counted from the step of the call under this run's limits, not stored."""
+    buffer, other = make(threshold=9), make(threshold=2)
+    put(buffer, group(0, [0]), group(1, [4]), train_step=5)
+    now(other.load_state_dict(now(buffer.state_dict())))
+    assert [one.key for one in now(other.refresh(5))] == [("default", 0)]
+    assert lease_ids(other, 5, default=1) == [1]
+
+
+def test_restore_can_be_repeated_until_something_happens() -> None:
+    buffer, other = make(), make()
+    put(buffer, group(0, [0]))
+    lease_ids(buffer, 1, default=1)
+    state = now(buffer.state_dict())
+    for _ in range(2):
+        now(other.load_state_dict(state))
+    assert counts(other) == {COMPLETED: 1}
+    put(other, group(1, [0]))
+    with pytest.raises(CheckpointError, match="with 2 groups cannot be restored over"):
+        now(other.load_state_dict(state))
+
+
+def test_bad_restores_are_refused() -> None:
+    buffer = make()
+    put(buffer, group(0, [0]))
+    state = now(buffer.state_dict())
     with pytest.raises(CheckpointError, match="restored over"):
-        await buffer.load_state_dict(state)
+        now(buffer.load_state_dict(state))
     with pytest.raises(CheckpointError, match="has tasks"):
-        await ReplayBuffer({"x": TaskLimits(1)}).load_state_dict(state)
-    with pytest.raises(CheckpointError, match="damaged"):
-        await make().load_state_dict({**state, "status": []})
-
-
-class BufferMachine(RuleBasedStateMachine):
-    """The buffer against a dict of what must be in it."""
-
-    retry = True
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.buffer = make(threshold=2, retry=self.retry)
-        self.step, self.following = 1, 0
-        self.where: dict[GroupKey, str] = {}
-
-    def do(self, work: Any) -> Any:
-        try:
-            work.send(None)
-        except StopIteration as stop:
-            return stop.value
-        raise AssertionError("the buffer never waits")
-
-    @rule(ages=st.lists(st.integers(0, 3), min_size=1, max_size=3), aborted=st.booleans())
-    def put_one(self, ages: list[int], aborted: bool) -> None:
-        members = [[max(0, self.step - 1 - age)] for age in ages]
-        one = group(self.following, *members, status=Status.ABORTED if aborted else Status.COMPLETED)
-        self.following += 1
-        result = self.do(put(self.buffer, one, self.step))
-        assert result.stored == (self.retry or result.staleness < 2)
-        if result.stored:
-            self.where[one.key] = "stored"
-
-    @rule(status=st.sampled_from([Status.ABORTED, Status.EXPIRED, Status.COMPLETED]))
-    def pop_one(self, status: Status) -> None:
-        packed = self.do(self.buffer.pop("default", status))
-        if packed is not None:
-            (one,) = unpack_groups(packed)
-            assert self.where.pop(one.key) == "stored"
-
-    @rule(count=st.integers(1, 3))
-    def lease_one(self, count: int) -> None:
-        lease = self.do(self.buffer.lease(self.step, {"default": count}))
-        if lease is not None and self.where[lease.keys[0]] == "stored":
-            assert len(lease.keys) == count and max(lease.staleness) < 2
-            assert list(lease.staleness) == sorted(lease.staleness, reverse=True)
-            for key in lease.keys:
-                assert self.where[key] == "stored"
-                self.where[key] = "leased"
-
-    @rule()
-    def acknowledge_and_step(self) -> None:
-        keys = self.do(self.buffer.acknowledge(self.step))
-        assert set(keys) == {key for key, place in self.where.items() if place == "leased"}
-        for key in keys:
-            del self.where[key]
-        self.step += 1
-
-    @rule()
-    def refresh(self) -> None:
-        for expired in self.do(self.buffer.refresh(self.step)):
-            assert self.where[expired.key] == "stored"
-            if not expired.stored:
-                del self.where[expired.key]
-
-    @rule()
-    def restore(self) -> None:
-        other = make(threshold=2, retry=self.retry)
-        self.do(other.load_state_dict(self.do(self.buffer.state_dict())))
-        self.buffer = other
-        self.where = dict.fromkeys(self.where, "stored")
-
-    @invariant()
-    def holds_exactly_what_it_must(self) -> None:
-        counts = self.do(self.buffer.counts())["default"]
-        leased = sum(place == "leased" for place in self.where.values())
-        assert counts.get(Status.ARCHIVED, 0) == leased
-        assert sum(counts.values()) == len(self.where)
-
-
-class DroppingBufferMachine(BufferMachine):
-    retry = False
-
-
-TestBufferThatRetries = BufferMachine.TestCase
-TestBufferThatDrops = DroppingBufferMachine.TestCase
-for case in (TestBufferThatRetries, TestBufferThatDrops):
-    case.settings = settings(max_examples=60, stateful_step_count=30, deadline=None)
+        now(ReplayBuffer({"x": TaskLimits(1)}).load_state_dict(state))
+    for damaged in ({"status": []}, {"groups": {"header": []}}, {"trained": 3}):
+        with pytest.raises(CheckpointError, match="damaged"):
+            now(make().load_state_dict({**state, **damaged}))
 
 
 async def test_buffer_works_from_many_tasks_at_once() -> None:
     buffer = make()
-    await asyncio.gather(*(put(buffer, group(group_id, [0])) for group_id in range(50)))
-    assert len(await lease_ids(buffer, 1, 50)) == 50
+    await asyncio.gather(*(buffer.put(pack_groups([group(n, [0])]), 1) for n in range(50)))
+    assert len(lease_ids(buffer, 1, default=50)) == 50
+
+
+# ---------------------------------------------------------------- columnar form
+
+
+def test_statuses_of_groups_are_those_of_their_members() -> None:
+    from itertools import product
+
+    from raypost.packed import group_statuses
+
+    groups = []
+    for n, statuses in enumerate(product(Status, repeat=2)):
+        one = group(n, [0], [0])
+        groups.append(
+            replace(one, states=[replace(s, status=new) for s, new in zip(one.states, statuses, strict=True)])
+        )
+    assert group_statuses(pack_groups(groups)) == [one.status for one in groups]
+
+
+def test_cut_and_joined_groups_are_the_same_and_own_their_arrays() -> None:
+    from raypost.packed import from_buffer, join_groups, split_groups, to_buffers
+
+    groups: list[Group] = [group(0, [0, 1], []), group(1, [], [2], [3, 4, 5]), group(7, [1], task="other")]
+    packed = pack_groups(groups)
+    parts = split_groups(packed)
+    assert [part.keys for part in parts] == [(one.key,) for one in groups]
+    assert same_bytes(join_groups(parts), packed)
+    assert same_bytes(from_buffer(b"".join(to_buffers(packed))), packed)
+    for part in parts:
+        assert not any(np.shares_memory(a, b) for a, b in zip(part.columns, packed.columns, strict=True))
+    with pytest.raises(ValueError, match="no packed groups"):
+        from_buffer(b"\x10" + bytes(30))

@@ -13,9 +13,10 @@ import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from raypost.config import load_config
+from raypost.ledger import LEDGER_FILE, Ledger
 from raypost.report import RunWriter, files, rebuild, writer
 from raypost.report.summary import recipe_digest
-from raypost.types import GroupCounts, Span
+from raypost.types import GroupCounts, Span, Status
 from tests import synthetic_run as run
 
 REQUIRED = {
@@ -105,6 +106,7 @@ def test_every_figure_equals_what_is_computed_by_hand(tmp_path: Path, clock: Clo
     assert (report["tokens_produced"], report["tokens_generated"]) == (104_000, 123_456)
     assert report["tokens_per_s"] == pytest.approx(104_000 / window_s, rel=1e-5)
     assert report["expired_tokens_mean"] == 14.0
+    assert report["length_bias"] is None, "there is no ledger to measure it from"
     assert report["peak_memory_bytes"] == 4_000_000_000
     assert json.loads((tmp_path / files.REPORT_JSON).read_text()) == report
 
@@ -236,6 +238,60 @@ def test_a_run_that_failed_before_its_first_step_has_a_report_without_figures(
     assert (report["status"], report["error"], report["steps"]) == ("failed", "ClusterError: no cores", 0)
     for name in ("eval_before", "eval_after", "staleness_max", "trainer_idle_fraction", "sync_s_median"):
         assert report[name] is None
+
+
+def write_ledger(folder: Path, trained: list[int], expired: list[int]) -> None:
+    """Groups of one trajectory of so many tokens each, trained one a step, or dropped by age."""
+    ledger = Ledger(folder / LEDGER_FILE)
+    for n, tokens in enumerate([*trained, *expired]):
+        key = ("sums", n)
+        ledger.sampled(key)
+        ledger.stored(key, Status.COMPLETED, staleness=0, tokens=[tokens])
+        if n < len(trained):
+            ledger.leased([key], n + 1, [0])
+            ledger.trained(n + 1)
+        else:
+            ledger.dropped(key, Status.EXPIRED)
+    ledger.flush()
+
+
+@pytest.mark.parametrize(
+    ("expired", "ratio", "named"),
+    [([], None, False), ([30, 20], 2.5, True), ([10, 11], 1.05, False), ([5], 0.5, False)],
+)
+def test_a_length_bias_is_reported_and_named_as_a_problem_where_it_matters(
+    tmp_path: Path, clock: Clock, expired: list[int], ratio: float | None, named: bool
+) -> None:
+    recorder = open_run(tmp_path, clock)
+    write_ledger(tmp_path, [10] * 20, expired)
+    report = recorder.finish("finished", None, run.counts())
+    bias = report["length_bias"]
+    assert bias["ratio"] == pytest.approx(ratio)
+    assert bias["dropped"]["groups"] == len(expired)
+    assert bias["trained"] == {"groups": 20, "tokens_mean": 10.0}
+    assert any("biased towards short answers" in problem for problem in report["problems"]) is named
+    html = (tmp_path / files.REPORT_HTML).read_text()
+    assert "<b>Length bias.</b>" in html
+    assert ("no group grew too old" in html) is not bool(expired)
+
+
+@pytest.mark.usefixtures("no_plots")
+def test_one_group_that_aged_among_thousands_is_no_bias(tmp_path: Path, clock: Clock) -> None:
+    recorder = open_run(tmp_path, clock)
+    write_ledger(tmp_path, [10] * 200, [90])
+    report = recorder.finish("finished", None, run.counts())
+    assert report["length_bias"]["ratio"] == 9.0
+    assert not any("biased" in problem for problem in report["problems"])
+
+
+@pytest.mark.usefixtures("no_plots")
+def test_a_ledger_that_does_not_add_up_is_a_problem(tmp_path: Path, clock: Clock) -> None:
+    recorder = open_run(tmp_path, clock)
+    write_ledger(tmp_path, [10], [])
+    with open(tmp_path / LEDGER_FILE, "a") as file:
+        file.write('{"time": 1, "event": "sampled", "task": "sums", "group": 0}\n')
+    report = recorder.finish("finished", None, run.counts())
+    assert any("the ledger does not add up: sampled" in problem for problem in report["problems"])
 
 
 def test_a_number_that_is_not_finite_becomes_null_and_is_named(tmp_path: Path, clock: Clock) -> None:

@@ -6,19 +6,20 @@ import asyncio
 
 import pytest
 
-from raypost.config import StrategyConfig
 from raypost.strategy import (
     AsyncProduceStrategy,
     PendingGroup,
     PendingSet,
     Signal,
     SyncProduceStrategy,
+    admission_capacity,
     build_strategy,
     desired_pending,
     in_tail_batch,
     oversample_budget,
     uninterrupted,
 )
+from raypost.task_config import StrategyConfig
 from raypost.types import Group, Status
 from tests.unit.production import group, virtual
 
@@ -45,7 +46,7 @@ def test_desired_pending_fills_the_gap_and_the_budget(
 
 def test_plan_starts_what_is_not_pending_yet() -> None:
     """N14: target 12, consumed 4 and COMPLETED 5, pending 2, budget 1."""
-    strategy = AsyncProduceStrategy(StrategyConfig(over_sample_threshold=0.25), 1)
+    strategy = AsyncProduceStrategy(StrategyConfig(over_sample_threshold=0.25, tail_batch_trigger_size=-1), 1)
     plan = strategy.plan(target=12, available=9, pending=2, task_batch_size=4, tail_batch=False)
     assert (plan.num_groups, plan.sources) == (2, (Status.ABORTED,))
     full = strategy.plan(target=12, available=9, pending=9, task_batch_size=4, tail_batch=False)
@@ -78,7 +79,9 @@ def test_immediate_retry_takes_expired_groups_first_and_keeps_oversampling() -> 
 
 
 def test_sync_is_async_with_nothing_ahead() -> None:
-    config = StrategyConfig(kind="sync", max_staleness=3, over_sample_threshold=2.0)
+    config = StrategyConfig(
+        kind="sync", max_staleness=3, over_sample_threshold=2.0, tail_batch_trigger_size=-1
+    )
     strategy = build_strategy(config, 4)
     assert isinstance(strategy, SyncProduceStrategy)
     assert (strategy.limits.stale_threshold, strategy.limits.retry) == (4, False)
@@ -90,15 +93,48 @@ def test_sync_is_async_with_nothing_ahead() -> None:
     assert ahead.limits.stale_threshold == 8 and not ahead.waits_for_consumer(8, 1)
 
 
+@pytest.mark.parametrize(
+    ("target", "accepted", "running", "max_pending", "room"),
+    [
+        (12, 0, 0, 100, 12),  # N34: concurrency 100, batch 4, eta 2, version 0
+        (32, 0, 0, 100, 32),  # N34: version 5
+        (32, 15, 0, 20, 17),  # N35: concurrency 20, batch 8, eta 3, 15 accepted, rejected ones do not count
+        (32, 0, 0, 20, 20),
+        (16, 4, 3, 0, 9),
+        (4, 4, 1, 0, -1),
+    ],
+)
+def test_capacity_counts_batches_that_may_be_worked_for(
+    target: int, accepted: int, running: int, max_pending: int, room: int
+) -> None:
+    """N34 and N35: `target` is (eta + version + 1) x batch."""
+    assert admission_capacity(target, accepted, running, max_pending) == room
+
+
+def test_admission_by_capacity_expires_nothing_but_beyond_its_hard_bound() -> None:
+    paced = build_strategy(StrategyConfig(admission="capacity", max_staleness=2), 4)
+    assert (paced.paces, paced.horizon, paced.limits.stale_threshold) == (True, 12, None)
+    hard = build_strategy(StrategyConfig(admission="capacity", max_staleness=2, hard_max_staleness=3), 4)
+    assert (hard.horizon, hard.limits.stale_threshold) == (12, 16)
+    masked = build_strategy(StrategyConfig(max_staleness=4, max_token_staleness=1, tail_batch_max_tries=2), 4)
+    assert (masked.limits.token_stale_threshold, masked.limits.max_tries) == (8, 2)
+
+
+def test_a_limit_of_groups_in_flight_holds_whatever_is_missing() -> None:
+    strategy = AsyncProduceStrategy(StrategyConfig(max_pending=3, over_sample_threshold=1.0), 1)
+    plan = strategy.plan(target=4, available=0, pending=1, task_batch_size=4, tail_batch=False)
+    assert plan.num_groups == 2
+
+
 class Drops:
     """Collects what a pending set hands out."""
 
     def __init__(self) -> None:
         self.keys: list[int] = []
 
-    async def receive(self, entry: PendingGroup) -> None:
+    async def receive(self, entries: list[PendingGroup]) -> None:
         await asyncio.sleep(0)
-        self.keys.append(entry.key[1])
+        self.keys += [entry.key[1] for entry in entries]
 
 
 async def finish(one: Group, seconds: float) -> Group:
@@ -139,20 +175,15 @@ def test_a_receiver_that_raises_loses_no_group() -> None:
     async def main() -> None:
         pending, drops = await opened(0, 0, 0), Drops()
         await asyncio.sleep(1)
-        calls = 0
 
-        async def failing(entry: PendingGroup) -> None:
-            nonlocal calls
-            calls += 1
-            if calls == 2:
-                raise ConnectionError
-            await drops.receive(entry)
+        async def failing(entries: list[PendingGroup]) -> None:
+            raise ConnectionError
 
         async with pending.lock:
             with pytest.raises(ConnectionError):
                 await pending.settle(failing)
-            assert len(pending) == 2
-            assert await pending.settle(drops.receive) == 2
+            assert len(pending) == 3
+            assert await pending.settle(drops.receive) == 3
         assert sorted(drops.keys) == [0, 1, 2]
 
     virtual(main())

@@ -1,0 +1,411 @@
+"""Groups a second through the replay buffer's actor, against other queues and buffers for Ray in the same run.
+
+    python -m bench.buffer --groups 1000 20000
+
+Four producer actors put batches of 32 groups (8 responses of 512 token ids with logprobs: 33 KB) while the driver
+takes them in batches of 128, until every group has been taken. Ours does it with its journal on and a lease that
+is acknowledged for every batch, and its groups carry prompts, versions, masks and details on top (56 KB).
+
+The peers are optional. They are not dependencies of raypost; to measure them too, install them into a folder of
+their own and name it:
+
+    pip install --no-deps --target peers torchrl==0.14.1 tensordict==0.14.3 pyvers hoptorch TransferQueue==0.1.11 \\
+        pyzmq hydra-core omegaconf antlr4-python3-runtime==4.9.3
+    PYTHONPATH=peers python -m bench.buffer
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import importlib.util
+import os
+import shutil
+import statistics
+import tempfile
+import time
+import uuid
+from typing import Any
+
+import numpy as np
+import psutil
+
+os.environ.setdefault("RAY_AUTH_MODE", "disabled")
+os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+
+import ray
+from ray.util.queue import Empty, Queue
+
+from actors.placement import spawn
+from actors.replay_buffer import ReplayBufferActor
+from raypost.packed import PackedGroups, pack_groups
+from raypost.protocols import BufferBounds, TaskLimits
+from raypost.types import Group, RolloutState, SampleParams, Status
+
+GROUP_SIZE, NUM_TOKENS, PROMPT_TOKENS = 8, 512, 64
+NUM_PRODUCERS, PUT_GROUPS, TAKE_GROUPS = 4, 32, 128
+IDLE_S = 0.001
+DEADLINE_S = 120.0
+
+
+def payload() -> dict[str, np.ndarray]:
+    """What one group is to every subject: token ids and logprobs, [group_size, num_tokens]."""
+    shape = (GROUP_SIZE, NUM_TOKENS)
+    return {"ids": np.full(shape, 7, np.int32), "logprobs": np.full(shape, -0.5, np.float32)}
+
+
+class Subject:
+    """One way from producers to a consumer. It travels to the producers by pickle."""
+
+    name = ""
+    needs: tuple[str, ...] = ()
+
+    def start(self) -> None:
+        """Start what the subject needs, in the driver."""
+
+    def connect(self) -> None:
+        """Make ready to put, in a producer."""
+
+    def put(self, first: int, count: int) -> None:
+        """Put groups `first` to `first + count - 1`; returns when they are there."""
+        raise NotImplementedError
+
+    def take(self, limit: int) -> int:
+        """Take up to `limit` groups in the driver and look at them; how many there were."""
+        raise NotImplementedError
+
+    def memory(self) -> int:
+        """Resident bytes of whatever holds the groups, 0 if not known."""
+        return 0
+
+    def stop(self) -> None:
+        """End what was started."""
+
+
+class MeasuredBuffer(ReplayBufferActor):
+    """The buffer's actor, which also says how much memory it has."""
+
+    def memory(self) -> int:
+        return psutil.Process().memory_info().rss
+
+
+class Raypost(Subject):
+    """ReplayBufferActor with journal and leases."""
+
+    name = "raypost buffer (journal, leases)"
+
+    def start(self) -> None:
+        self.folder = tempfile.mkdtemp(prefix="rp-bench-")
+        self.step, self.remaining = 1, 0
+        self.actor = spawn(
+            MeasuredBuffer,
+            {"default": TaskLimits(None)},
+            BufferBounds(max_bytes=4 << 30),
+            "stalest_first",
+            self.folder,
+            uuid.uuid4().hex,
+            name=f"buffer-{uuid.uuid4().hex}",
+            max_restarts=-1,
+        )
+
+    def connect(self) -> None:
+        self.batch = packed_batch(PUT_GROUPS)
+
+    def put(self, first: int, count: int) -> None:
+        batch = self.batch if count == PUT_GROUPS else packed_batch(count)
+        batch = dataclasses.replace(batch, group_ids=np.arange(first, first + count))
+        results = ray.get(self.actor.put.remote(batch, 1))
+        assert all(one.stored for one in results)
+
+    def take(self, limit: int) -> int:
+        lease = ray.get(self.actor.lease.remote(self.step, {"default": limit}))
+        if lease is None:
+            return 0
+        assert lease.packed.columns[1][-1] == 7
+        # Trained: its lease ends while the next one is asked for.
+        self.actor.acknowledge.remote(self.step)
+        self.step += 1
+        return lease.packed.num_groups
+
+    def memory(self) -> int:
+        return ray.get(self.actor.memory.remote())
+
+    def stop(self) -> None:
+        ray.kill(self.actor)
+        shutil.rmtree(self.folder, ignore_errors=True)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"actor": self.actor}
+
+
+def packed_batch(count: int) -> PackedGroups:
+    """Groups as they come from agent loops."""
+    one, params = payload(), SampleParams(max_tokens=NUM_TOKENS)
+    prompt = np.arange(PROMPT_TOKENS, dtype=np.int32)
+    groups = []
+    for n in range(count):
+        metadata = {"question": f"What is {n} plus 1?", "answer": str(n + 1)}
+        states = [
+            RolloutState(
+                task="default",
+                group_id=n,
+                sample_index=index,
+                prompt_ids=prompt,
+                sample_params=params,
+                metadata=metadata,
+                status=Status.COMPLETED,
+                reward=1.0,
+                finish_reason="stop",
+                worker="rollout-0",
+                response_ids=one["ids"][index],
+                logprobs=one["logprobs"][index],
+                policy_versions=np.zeros(NUM_TOKENS, np.int32),
+                response_mask=np.ones(NUM_TOKENS, np.bool_),
+            )
+            for index in range(GROUP_SIZE)
+        ]
+        groups.append(Group(task="default", group_id=n, states=states))
+    return pack_groups(groups)
+
+
+class RayQueue(Subject):
+    """ray.util.queue.Queue: items are dicts of arrays."""
+
+    name = "ray.util.queue.Queue"
+
+    def start(self) -> None:
+        self.queue = Queue()
+
+    def connect(self) -> None:
+        self.groups = [payload() for _ in range(PUT_GROUPS)]
+
+    def put(self, first: int, count: int) -> None:
+        self.queue.put_nowait_batch([{"group_id": first + n, **self.groups[n]} for n in range(count)])
+
+    def take(self, limit: int) -> int:
+        try:
+            items = self.queue.get_nowait_batch(limit)
+        except Empty:
+            return 0
+        assert items[-1]["ids"][-1, -1] == 7
+        return len(items)
+
+    def stop(self) -> None:
+        self.queue.shutdown(force=True)
+
+
+class TorchRL(Subject):
+    """TorchRL's RayReplayBuffer: extended by the producers, sampled without replacement by the driver."""
+
+    name = "TorchRL RayReplayBuffer"
+    needs = ("torchrl", "tensordict")
+
+    def __init__(self, capacity: int) -> None:
+        self.capacity = capacity
+
+    def start(self) -> None:
+        from functools import partial
+
+        from torchrl.data import LazyTensorStorage, RayReplayBuffer
+        from torchrl.data.replay_buffers.samplers import SamplerWithoutReplacement
+
+        self.buffer = RayReplayBuffer(
+            storage=partial(LazyTensorStorage, self.capacity),
+            sampler=SamplerWithoutReplacement,
+            batch_size=TAKE_GROUPS,
+            remote_config={"num_cpus": 0},
+        )
+        self.rb, self.taken = self.buffer.client(), 0
+
+    def connect(self) -> None:
+        self.made: dict[int, Any] = {}
+
+    def put(self, first: int, count: int) -> None:
+        import torch
+        from tensordict import TensorDict
+
+        if count not in self.made:
+            tensors = {
+                name: torch.from_numpy(array).expand(count, *array.shape) for name, array in payload().items()
+            }
+            self.made[count] = TensorDict(tensors, batch_size=[count]).contiguous()
+        self.rb.extend(self.made[count])
+
+    def take(self, limit: int) -> int:
+        # It has no end of its stream: what may be sampled is what was put and not sampled yet.
+        if len(self.rb) - self.taken < limit:
+            return 0
+        sample = self.rb.sample(limit)
+        assert sample["ids"][-1, -1, -1] == 7
+        self.taken += len(sample)
+        return len(sample)
+
+    def stop(self) -> None:
+        self.buffer.close()
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"rb": self.rb}
+
+
+class TransferQueue(Subject):
+    """TransferQueue with its own storage units: put by key, consumed once by a task, cleared."""
+
+    name = "TransferQueue"
+    needs = ("transfer_queue", "tensordict")
+
+    def start(self) -> None:
+        import transfer_queue
+        from omegaconf import OmegaConf
+
+        # Polling: a request that cannot be filled comes back empty, as it does everywhere else here.
+        transfer_queue.init(OmegaConf.create({"controller": {"polling_mode": True}}))
+        self.client = transfer_queue.get_client()
+
+    def connect(self) -> None:
+        import transfer_queue
+
+        transfer_queue.init()
+
+    def put(self, first: int, count: int) -> None:
+        import torch
+        import transfer_queue
+        from tensordict import TensorDict
+
+        tensors = {
+            name: torch.from_numpy(array).expand(count, *array.shape) for name, array in payload().items()
+        }
+        fields = TensorDict(tensors, batch_size=[count]).contiguous()
+        transfer_queue.kv_batch_put([str(first + n) for n in range(count)], "train", fields)
+
+    def take(self, limit: int) -> int:
+        meta = self.client.get_meta(["ids", "logprobs"], limit, "train", task_name="bench")
+        if meta.size == 0:
+            return 0
+        data = self.client.get_data(meta)
+        assert data["ids"][-1][-1, -1] == 7
+        self.client.clear_samples(meta)
+        return meta.size
+
+    def stop(self) -> None:
+        import transfer_queue
+
+        transfer_queue.close()
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {}
+
+
+class ProducerActor:
+    """Puts its share of the groups."""
+
+    def __init__(self, subject: Subject) -> None:
+        self.subject = subject
+        subject.connect()
+
+    def ready(self) -> None:
+        """Returns when the actor is up."""
+
+    def run(self, first: int, count: int) -> None:
+        for start in range(first, first + count, PUT_GROUPS):
+            self.subject.put(start, min(PUT_GROUPS, first + count - start))
+
+
+def measure(subject: Subject, num_groups: int) -> dict[str, float]:
+    """Groups a second from the first put to the last take, and how memory grew in between."""
+    subject.start()
+    producers = [ray.remote(num_cpus=0)(ProducerActor).remote(subject) for _ in range(NUM_PRODUCERS)]
+    try:
+        ray.get([one.ready.remote() for one in producers])
+        warm_up = PUT_GROUPS * NUM_PRODUCERS
+        ray.get([one.run.remote(n * PUT_GROUPS, PUT_GROUPS) for n, one in enumerate(producers)])
+        drain(subject, warm_up)
+        driver, held = psutil.Process(), subject.memory()
+        before = driver.memory_info().rss
+        share = [num_groups // NUM_PRODUCERS + (n < num_groups % NUM_PRODUCERS) for n in range(NUM_PRODUCERS)]
+        begin = time.perf_counter()
+        first = warm_up
+        running = []
+        for one, count in zip(producers, share, strict=True):
+            running.append(one.run.remote(first, count))
+            first += count
+        drain(subject, num_groups)
+        seconds = time.perf_counter() - begin
+        ray.get(running)
+        return {
+            "groups_per_s": num_groups / seconds,
+            "driver_mb": (driver.memory_info().rss - before) / 2**20,
+            "held_mb": held / 2**20,
+            "held_growth_mb": (subject.memory() - held) / 2**20,
+        }
+    finally:
+        for one in producers:
+            ray.kill(one)
+        subject.stop()
+
+
+def drain(subject: Subject, num_groups: int) -> None:
+    """Take until `num_groups` were taken."""
+    deadline = time.monotonic() + DEADLINE_S
+    while num_groups:
+        taken = subject.take(min(TAKE_GROUPS, num_groups))
+        num_groups -= taken
+        if not taken:
+            if time.monotonic() > deadline:
+                raise TimeoutError(f"{subject.name}: {num_groups} groups did not come in {DEADLINE_S:.0f} s")
+            time.sleep(IDLE_S)
+
+
+def main() -> None:
+    """Measure every subject that is installed and print them side by side."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--groups", type=int, nargs="+", default=[1000, 20_000])
+    parser.add_argument("--repeat", type=int, default=3, help="runs of each; the median is printed")
+    parser.add_argument("--only", nargs="*", default=None, help="words of the subjects to measure")
+    args = parser.parse_args()
+    folder = tempfile.mkdtemp(prefix="rp-", dir="/tmp")
+    ray.init(
+        address="local",
+        num_cpus=8,
+        include_dashboard=False,
+        object_store_memory=1 << 30,
+        _temp_dir=folder,
+        log_to_driver=False,
+    )
+    try:
+        for num_groups in args.groups:
+            table(num_groups, args.repeat, args.only)
+    finally:
+        ray.shutdown()
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def table(num_groups: int, repeat: int, only: list[str] | None) -> None:
+    """Print one table: every subject at one number of groups."""
+    subjects = [Raypost(), RayQueue(), TorchRL(num_groups + 1024), TransferQueue()]
+    print(
+        f"\n{num_groups} groups of 33 KB, {NUM_PRODUCERS} producers, batches of {PUT_GROUPS}, taken by {TAKE_GROUPS}"
+    )
+    print(f"{'':36}{'groups/s':>10}{'raypost is':>12}{'driver grew':>13}{'buffer grew':>13}")
+    ours = 0.0
+    for subject in subjects:
+        if only and not any(word in subject.name for word in only):
+            continue
+        missing = [name for name in subject.needs if importlib.util.find_spec(name) is None]
+        if missing:
+            print(f"{subject.name:36}skipped: {', '.join(missing)} not installed (see --help)")
+            continue
+        runs = [measure(subject, num_groups) for _ in range(repeat)]
+        found = {name: statistics.median(run[name] for run in runs) for name in runs[0]}
+        ours = ours or found["groups_per_s"]
+        ratio = ours / found["groups_per_s"]
+        held = f"{found['held_growth_mb']:+.0f} MB" if found["held_mb"] else ""
+        print(
+            f"{subject.name:36}{found['groups_per_s']:10.0f}{ratio:11.2f}x{found['driver_mb']:+10.0f} MB{held:>13}",
+            flush=True,
+        )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,433 @@
+"""Groups a second from the dataset to the trainer, with an engine that answers at once: what the roles themselves cost.
+
+    python -m bench.production                    # some 30 s
+    python -m bench.production --groups 20000     # memory over a long run
+
+Every role of production is the one of the main job, in a process of its own: sampler, producer and ledger, agent
+loops, judge, rollout pool, replay buffer with its journal. Only what computes is scripted: the engine behind the
+real rollout worker gives `max_tokens` ids with logprobs at once, and the trainer looks at a batch and is done.
+The driver takes, acknowledges and syncs every few steps, as jobs/train.py does.
+
+The limit it is compared with is what Ray alone allows in the same run: the same token arrays, packed, one call a
+group and hop, through actors that do nothing else.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import os
+import shutil
+import tempfile
+import time
+import uuid
+from collections.abc import Awaitable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+import numpy as np
+import psutil
+
+os.environ.setdefault("RAY_AUTH_MODE", "disabled")
+os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+
+import ray
+from ray.actor import ActorHandle
+from tokenizers import Regex, decoders, models, pre_tokenizers
+from tokenizers import Tokenizer as Backend
+
+from actors.agent_loop import AgentLoopPool, AgentLoopWorker
+from actors.judge import JudgeWorker
+from actors.placement import spawn
+from actors.producer import ProducerActor
+from actors.remote import Remote, RemotePool
+from actors.replay_buffer import ReplayBufferActor
+from actors.rollout_controller import RolloutController
+from actors.rollout_worker import EngineConfig, RolloutWorker
+from raypost.config import Config, parse_config
+from raypost.packed import PackedGroups, pack_groups
+from raypost.schedule import buffer_bounds, task_limits
+from raypost.types import GenerateRequest, GenerateResult, Group, RolloutState, SampleParams
+from raypost.weights import Bytes, Manifest, pack
+
+T = TypeVar("T")
+
+TASK, VOCABULARY = "sums", ["<eos>", " ", "+", "=", "?", *map(str, range(10))]
+PROMPTS = 50_000
+DEADLINE_S = 600.0
+
+
+# ---------------------------------------------------------------- what is scripted
+
+
+def prompts() -> list[dict[str, Any]]:
+    """The dataset: `source.dataset` of the configuration below."""
+    return [{"prompt": f"{n}+1=?", "answer": str((n + 1) % 10)} for n in range(PROMPTS)]
+
+
+class InstantEngine:
+    """Stands for vLLM: `max_tokens` ids with logprobs for every request, at once."""
+
+    vocab_size = len(VOCABULARY)
+    is_dead = False
+
+    def __init__(self, max_tokens: int) -> None:
+        rng = np.random.default_rng(0)
+        self._ids = rng.integers(1, self.vocab_size, 2 * max_tokens).astype(np.int32)
+        self._logprobs = -rng.random(2 * max_tokens, np.float32)
+        self._asked = 0
+        self._held: tuple[int, str, bool] = (-1, "", False)
+
+    async def prepare(self) -> list[int]:
+        return []
+
+    async def warm_up(self) -> None:
+        pass
+
+    async def generate(self, request: GenerateRequest) -> GenerateResult:
+        wanted, self._asked = request.sample_params.max_tokens, self._asked + 1
+        at = self._asked % wanted
+        return GenerateResult(
+            response_ids=self._ids[at : at + wanted],
+            logprobs=self._logprobs[at : at + wanted],
+            policy_versions=np.full(wanted, self._held[0], np.int32),
+            finish_reason="length",
+            worker="",
+        )
+
+    async def held(self) -> tuple[int, str, bool]:
+        return self._held
+
+    async def load(self, manifest: Manifest, buckets: Sequence[Bytes]) -> None:
+        self._held = (manifest.version, manifest.digest, False)
+
+    async def pause(self, mode: str, clear_cache: bool = True) -> None:
+        pass
+
+    async def resume(self) -> None:
+        pass
+
+    def shutdown(self) -> None:
+        pass
+
+
+class ScriptedWorker(RolloutWorker):
+    """The rollout worker with that engine; gate, account of requests and pauses are the real ones."""
+
+    def _make_engine(self) -> None:
+        self._engine = InstantEngine(self._config.max_model_len)  # type: ignore[assignment]
+
+    async def _alive(self, call: Awaitable[T]) -> T:
+        return await call  # nothing here can die, and vLLM is not imported
+
+
+class ScriptedTrainer:
+    """Reads a batch, as a trainer would, and is done with it."""
+
+    def fit(self, batch: PackedGroups) -> int:
+        """Tokens of the batch."""
+        assert all(len(column) for column in batch.columns)
+        return len(batch.columns[1])
+
+
+# ---------------------------------------------------------------- one run
+
+
+@dataclass
+class Cast:
+    """The actors of one run, under the names that the main job gives them."""
+
+    handles: dict[str, ActorHandle]
+    config: Config
+
+    def __getitem__(self, name: str) -> ActorHandle:
+        return self.handles[name]
+
+    def end(self) -> None:
+        for handle in self.handles.values():
+            ray.kill(handle)
+
+
+def configuration(args: argparse.Namespace, folder: Path) -> Config:
+    """The run's configuration; nothing in it is particular to a benchmark but the sizes."""
+    return parse_config(
+        {
+            "name": "production",
+            "runs_dir": str(folder),
+            "model": {"name": "scripted"},
+            "tasks": [
+                {
+                    "name": TASK,
+                    "source": {"kind": "python", "dataset": "bench.production:prompts"},
+                    "judge": {"kind": "exact", "answer_pattern": r"(\d)\D*$"},
+                    "strategy": {"max_staleness": 1, "over_sample_threshold": args.over_sample},
+                    "group_size": args.group_size,
+                    "max_tokens": args.tokens,
+                }
+            ],
+            "rollout": {"num_workers": args.workers, "agent_workers": args.agents},
+            "train": {
+                "num_steps": 10**6,
+                "batch_size": args.batch,
+                "micro_batch_tokens": 2 * args.tokens + 64,
+            },
+            "sync": {"sync_weights_interval": args.sync_every},
+        }
+    )
+
+
+def save_tokenizer(folder: Path) -> None:
+    """A tokenizer of one character a token."""
+    backend = Backend(models.WordLevel({token: n for n, token in enumerate(VOCABULARY)}, unk_token=" "))
+    backend.pre_tokenizer = pre_tokenizers.Split(Regex("."), behavior="isolated")
+    backend.decoder = decoders.Fuse()
+    backend.save(str(folder / "tokenizer.json"))
+    (folder / "tokenizer_config.json").write_text(json.dumps({"eos_token": VOCABULARY[0]}))
+
+
+def start(config: Config, model_path: str) -> Cast:
+    """All roles, joined as jobs/wiring.py joins them."""
+    workers = {
+        name: spawn(ScriptedWorker, name, model_path, EngineConfig.of(config), n, name=name)
+        for n, name in enumerate(f"rollout-{n}" for n in range(config.rollout.num_workers))
+    }
+    handles = dict(workers)
+
+    def add(cls: type, *args: Any, name: str) -> None:
+        handles[name] = spawn(cls, *args, name=name)
+
+    add(RolloutController, workers, config.rollout, config.sync.timeout_s, name="rollout-controller")
+    pool = Remote("rollout-controller", 600, many={"generate": 64})
+    judges = RemotePool(["judge-0"], 600, many={"judge": 8})
+    add(JudgeWorker, "judge-0", config.tasks, name="judge-0")
+    loops = [f"agent-loop-{n}" for n in range(config.rollout.agent_workers)]
+    for name in loops:
+        add(AgentLoopWorker, name, config, model_path, pool, judges, name=name)
+    add(
+        ReplayBufferActor,
+        task_limits(config),
+        buffer_bounds(config),
+        config.buffer.order,
+        str(config.run_dir / "buffer"),
+        uuid.uuid4().hex,
+        name="replay-buffer",
+    )
+    agents, store = AgentLoopPool(RemotePool(loops, 1200, many={"run": 8})), Remote("replay-buffer", 60, tries=8)
+    add(ProducerActor, config, model_path, agents, store, pool, name="producer")
+    add(ScriptedTrainer, name="trainer")
+    return Cast(handles, config)
+
+
+async def sync(cast: Cast, version: int) -> None:
+    """Bring a new, tiny version into the pool; production is paused."""
+    data = np.full(8, version % 251, np.uint8)
+    manifest, buckets = pack(version, [("w", data, "float32", (2,))], 1 << 20)
+    await cast["rollout-controller"].load_weights.remote(manifest, [ray.put(one) for one in buckets])
+    await cast["producer"].resume.remote(version)
+
+
+async def train(cast: Cast, first: int, num_steps: int, production: asyncio.Future[None]) -> float:
+    """The main loop for `num_steps` steps from `first` on; seconds spent in syncs."""
+    producer, syncing_s = cast["producer"], 0.0
+    for step in range(first, first + num_steps):
+        while True:
+            status_ref, batch_ref = producer.take_batch.remote(step)
+            await asyncio.wait(
+                {asyncio.ensure_future(_of(status_ref)), production}, return_when="FIRST_COMPLETED"
+            )
+            if production.done():
+                production.result()
+            status = await status_ref
+            if status.num_groups:
+                await cast["trainer"].fit.remote(batch_ref)
+                await producer.acknowledge.remote(step)
+            if status.num_groups == 0 or cast.config.sync_due(step):
+                begin = time.perf_counter()
+                await producer.pause.remote(cast.config.sync.pause_mode)
+                await sync(cast, step if status.num_groups else step - 1)
+                syncing_s += time.perf_counter() - begin
+            if status.num_groups:
+                break
+    return syncing_s
+
+
+async def _of(ref: ray.ObjectRef) -> Any:
+    return await ref
+
+
+class Usage:
+    """CPU seconds and resident memory of the processes behind the roles, and of Ray's own."""
+
+    def __init__(self, cast: Cast) -> None:
+        pids = {
+            name: ray.get(handle.__ray_call__.remote(lambda _: os.getpid()))
+            for name, handle in cast.handles.items()
+        }
+        self._processes = {
+            "driver": psutil.Process(),
+            **{name: psutil.Process(pid) for name, pid in pids.items()},
+        }
+        for child in psutil.Process().children(recursive=True):
+            if child.name() in ("raylet", "gcs_server"):
+                self._processes[child.name()] = child
+
+    def cpu_s(self) -> dict[str, float]:
+        return {name: sum(one.cpu_times()[:2]) for name, one in self._processes.items()}
+
+    def rss_mb(self) -> dict[str, float]:
+        return {name: one.memory_info().rss / 2**20 for name, one in self._processes.items()}
+
+
+async def measure(cast: Cast, args: argparse.Namespace) -> float:
+    """Run the loop and print what it did; groups a second."""
+    await cast["rollout-controller"].start.remote()
+    await sync(cast, 0)
+    production = asyncio.ensure_future(_of(cast["producer"].run.remote()))
+    warm_up = max(4, args.warm_up // args.batch)
+    await train(cast, 1, warm_up, production)
+    usage = Usage(cast)
+    num_steps = -(-args.groups // args.batch)
+    cpu, rss, begin = usage.cpu_s(), usage.rss_mb(), time.perf_counter()
+    syncing_s = await train(cast, 1 + warm_up, num_steps, production)
+    seconds, after, grown = time.perf_counter() - begin, usage.cpu_s(), usage.rss_mb()
+    counts = await cast["producer"].counts.remote()
+    assert counts.lost == 0, counts
+    groups = num_steps * args.batch
+    print(
+        f"{groups} groups of {args.group_size} x {args.tokens} tokens in {seconds:.1f} s: {groups / seconds:.1f} groups/s, "
+        f"{groups * args.group_size / seconds:.0f} samples/s; {100 * syncing_s / seconds:.0f} % of the time in syncs"
+    )
+    print(f"{'':20}{'CPU':>8}{'a group':>10}{'memory':>12}{'at the end':>12}")
+    for name in cpu:
+        used = after[name] - cpu[name]
+        print(
+            f"{name:20}{100 * used / seconds:6.0f} %{1000 * used / groups:7.2f} ms{rss[name]:9.0f} MB{grown[name]:9.0f} MB"
+        )
+    total = sum(after.values()) - sum(cpu.values())
+    print(f"{'all':20}{100 * total / seconds:6.0f} %{1000 * total / groups:7.2f} ms", flush=True)
+    return groups / seconds
+
+
+# ---------------------------------------------------------------- the limit
+
+
+class Hop:
+    """Hands a group on to the next actor and gives back what that returned."""
+
+    def __init__(self, next_hop: ActorHandle | None, answer: PackedGroups | None) -> None:
+        self._next, self._answer = next_hop, answer
+
+    async def hand(self, packed: PackedGroups) -> PackedGroups:
+        """The last one answers with tokens; the others pass on what comes back."""
+        if self._next is None:
+            assert self._answer is not None
+            return self._answer
+        return await self._next.hand.remote(packed)
+
+
+class Echo:
+    """What a judge and a buffer do at least: take a group and answer with little."""
+
+    async def take(self, packed: PackedGroups) -> int:
+        return packed.num_samples
+
+
+class Source:
+    """What a producer does at least: keep `in_flight` groups going, and put each into the buffer."""
+
+    def __init__(
+        self, loop: ActorHandle, judge: ActorHandle, buffer: ActorHandle, prompt: PackedGroups
+    ) -> None:
+        self._loop, self._judge, self._buffer, self._prompt = loop, judge, buffer, prompt
+
+    async def run(self, groups: int, in_flight: int) -> None:
+        left = iter(range(groups))
+
+        async def one_after_the_other() -> None:
+            for _ in left:
+                done = await self._loop.hand.remote(self._prompt)
+                await self._judge.take.remote(done)
+                await self._buffer.take.remote(done)
+
+        await asyncio.gather(*(one_after_the_other() for _ in range(in_flight)))
+
+
+def packed_group(args: argparse.Namespace, tokens: int) -> PackedGroups:
+    """A group with `tokens` response tokens a member."""
+    states = [
+        RolloutState(
+            task=TASK,
+            group_id=0,
+            sample_index=n,
+            prompt_ids=np.arange(8, dtype=np.int32),
+            sample_params=SampleParams(max_tokens=args.tokens),
+            metadata={"question": "1+1=?", "answer": "2"},
+            response_ids=np.ones(tokens, np.int32),
+            logprobs=np.zeros(tokens, np.float32),
+            policy_versions=np.zeros(tokens, np.int32),
+            response_mask=np.ones(tokens, np.bool_),
+        )
+        for n in range(args.group_size)
+    ]
+    return pack_groups([Group(task=TASK, group_id=0, states=states)])
+
+
+def limit(args: argparse.Namespace, groups: int) -> float:
+    """Groups a second that Ray moves over as many hops when nothing else is done."""
+    worker = spawn(Hop, None, packed_group(args, args.tokens), name="limit-worker")
+    pool = spawn(Hop, worker, None, name="limit-pool")
+    loop = spawn(Hop, pool, None, name="limit-loop")
+    judge, buffer = spawn(Echo, name="limit-judge"), spawn(Echo, name="limit-buffer")
+    source = spawn(Source, loop, judge, buffer, packed_group(args, 0), name="limit-source")
+    try:
+        ray.get(source.run.remote(4 * args.batch, args.batch), timeout=DEADLINE_S)
+        begin = time.perf_counter()
+        ray.get(source.run.remote(groups, args.batch), timeout=DEADLINE_S)
+        return groups / (time.perf_counter() - begin)
+    finally:
+        for handle in (source, loop, pool, worker, judge, buffer):
+            ray.kill(handle)
+
+
+def main() -> None:
+    """Measure one setting and print it."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--groups", type=int, default=2560)
+    parser.add_argument("--warm-up", type=int, default=256)
+    parser.add_argument("--group-size", type=int, default=8)
+    parser.add_argument("--tokens", type=int, default=512)
+    parser.add_argument("--batch", type=int, default=64, help="groups a step")
+    parser.add_argument("--sync-every", type=int, default=4, help="steps between syncs")
+    parser.add_argument("--over-sample", type=float, default=0.0)
+    parser.add_argument("--workers", type=int, default=1, help="rollout workers")
+    parser.add_argument("--agents", type=int, default=1, help="agent-loop actors")
+    parser.add_argument("--no-limit", action="store_true", help="leave the bare actors out")
+    args = parser.parse_args()
+    folder = Path(tempfile.mkdtemp(prefix="rp-", dir="/tmp"))
+    ray.init(
+        address="local",
+        num_cpus=2,
+        include_dashboard=False,
+        object_store_memory=512 << 20,
+        _temp_dir=str(folder),
+        log_to_driver=False,
+    )
+    try:
+        bare = None if args.no_limit else limit(args, 1280)
+        (folder / "model").mkdir()
+        save_tokenizer(folder / "model")
+        cast = start(configuration(args, folder), str(folder / "model"))
+        rate = asyncio.run(asyncio.wait_for(measure(cast, args), DEADLINE_S))
+        if bare is not None:
+            print(f"bare actors: {bare:.1f} groups/s; production reaches {rate / bare:.2f} of it")
+    finally:
+        ray.shutdown()
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+if __name__ == "__main__":
+    main()

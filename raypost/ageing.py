@@ -1,0 +1,110 @@
+"""Ageing: what the limits of the tasks mean for groups in columnar form.
+
+Owns no group and no arithmetic on versions (staleness.py). Nothing here changes what it is given, but for
+`mask`, which works on a batch that belongs to its caller.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import replace
+
+import numpy as np
+from numpy.typing import NDArray
+
+from raypost.errors import ConfigError
+from raypost.packed import PackedGroups, group_starts, pack_groups, unpack_groups
+from raypost.protocols import TaskLimits
+from raypost.shelves import Record
+from raypost.staleness import (
+    NEVER,
+    expiry_steps,
+    fresh_tokens,
+    newest_trained_versions,
+    oldest_versions,
+    staleness_of,
+)
+from raypost.types import Status
+
+
+class Ageing:
+    """The limits of all tasks, at work."""
+
+    def __init__(self, limits: dict[str, TaskLimits]) -> None:
+        """Raises ConfigError for a task that would keep groups that nobody ever generates again."""
+        for task, one in limits.items():
+            if one.max_tries is not None and not one.retry:
+                raise ConfigError(
+                    f"task {task!r} keeps a group as EXPIRED after {one.max_tries} tries, but never generates "
+                    "one again: set retry, or no max_tries"
+                )
+        self._limits = dict(limits)
+
+    def limits_of(self, task: str) -> TaskLimits:
+        """Raises ConfigError for a task that is not known."""
+        if task not in self._limits:
+            raise ConfigError(f"the buffer knows no task {task!r}, only {sorted(self._limits)}")
+        return self._limits[task]
+
+    def records(
+        self, packed: PackedGroups, parts: Iterable[PackedGroups], statuses: Iterable[Status]
+    ) -> Iterator[Record]:
+        """Records of `parts`, which are the groups of `packed` alone; their sequence is to be set."""
+        if not packed.num_groups:
+            return
+        starts = group_starts(packed)
+        oldest, expires = (np.minimum.reduceat(one, starts).tolist() for one in self._ages(packed))
+        for fields in zip(packed.keys, parts, statuses, oldest, expires, strict=True):
+            key, alone, status, oldest_version, expires_at = fields
+            yield Record(key, alone, status, 0, oldest_version, expires_at)
+
+    def record(self, alone: PackedGroups, status: Status, sequence: int) -> Record:
+        """The record of a single group."""
+        (record,) = self.records(alone, [alone], [status])
+        return replace(record, sequence=sequence)
+
+    def reset(self, record: Record, train_step: int) -> Record:
+        """The record with its expired members as if never generated, and their siblings kept."""
+        (group,) = unpack_groups(record.packed)
+        expired = train_step >= self._ages(record.packed)[1]
+        for state, is_old in zip(group.states, expired.tolist(), strict=True):
+            if is_old:
+                state.reset()
+                state.status = Status.EXPIRED
+        return self.record(pack_groups([group]), Status.EXPIRED, record.sequence)
+
+    def is_tried_out(self, record: Record) -> bool:
+        """Whether one of its members was interrupted as often as its task allows."""
+        limit = self._limits[record.key[0]].max_tries
+        return limit is not None and int(record.packed.num_aborts.max()) >= limit
+
+    def mask(self, batch: PackedGroups, train_step: int) -> None:
+        """Mask the tokens of `batch` that have reached their task's token threshold at `train_step`."""
+        bounds = self._thresholds(batch.tasks, lambda one: one.token_stale_threshold)
+        if (bounds < NEVER).any():
+            ends = np.append(group_starts(batch), batch.num_samples)
+            tokens = np.diff(batch.response_offsets[ends])
+            batch.masks[:] &= fresh_tokens(batch.versions, train_step, np.repeat(bounds, tokens))
+
+    def _ages(self, packed: PackedGroups) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """(oldest version, first train step at which it is expired) of every trajectory."""
+        oldest = oldest_versions(packed.versions, packed.response_offsets)
+        bounds = self._thresholds(packed.tasks, lambda one: one.stale_threshold)
+        token_bounds = self._thresholds(packed.tasks, lambda one: one.token_stale_threshold)
+        newest = np.full(len(oldest), NEVER)
+        if (token_bounds < NEVER).any():
+            newest = newest_trained_versions(packed.versions, packed.masks, packed.response_offsets)
+        sizes = packed.group_sizes
+        return oldest, expiry_steps(oldest, newest, np.repeat(bounds, sizes), np.repeat(token_bounds, sizes))
+
+    def _thresholds(
+        self, tasks: Iterable[str], threshold: Callable[[TaskLimits], int | None]
+    ) -> NDArray[np.int64]:
+        found = {task: threshold(one) for task, one in self._limits.items()}
+        bounds = {task: NEVER if one is None else one for task, one in found.items()}
+        return np.asarray([bounds[task] for task in tasks], np.int64)
+
+
+def staleness_at(record: Record, train_step: int) -> int:
+    """Staleness of the group's oldest token; 0 when no policy produced any of its tokens."""
+    return 0 if record.oldest == NEVER else staleness_of(record.oldest, train_step)

@@ -1,0 +1,80 @@
+"""Episode: one environment at work, plain or asynchronous.
+
+Owns the call to an environment with its deadline, the thread of plain methods, and the end. Owns neither turns
+nor what a failure means (environment.py). Invariant: a plain method never blocks the event loop, and all plain
+methods of one environment run in the same thread, one after the other.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import logging
+from collections.abc import Awaitable
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from raypost.threads import SideThread
+from raypost.types import IntArray
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(slots=True, kw_only=True, frozen=True)
+class Observation:
+    """What an environment answers: text, or ids instead, the reward of the turn, and whether it was the last."""
+
+    text: str = ""
+    ids: IntArray | None = None
+    reward: float = 0.0
+    done: bool = False
+
+
+class Environment(Protocol):
+    """What is played with. Methods may be coroutine functions. `close()`, if there is one, is called at the
+    end, however it comes."""
+
+    def reset(self, metadata: dict[str, Any]) -> Observation | Awaitable[Observation]:
+        """Begin with the prompt that has this metadata. What is observed is put behind the prompt."""
+        ...
+
+    def step(self, action: Any) -> Observation | Awaitable[Observation]:
+        """Answer an action: its text, or its ids where the agent loop was told so."""
+        ...
+
+
+class Episode:
+    """Hosts an environment from its making to its end."""
+
+    def __init__(self, name: str, timeout_s: float) -> None:
+        """`timeout_s` bounds each call."""
+        self.environment: Environment | None = None
+        self._thread, self._timeout_s = SideThread(f"environment {name}"), timeout_s
+
+    async def ask(self, method: str, argument: object) -> Observation:
+        """Call a method; what it answers. Raises TimeoutError, TypeError, and what the environment raises."""
+        deadline = asyncio.timeout(self._timeout_s)
+        try:
+            async with deadline:
+                seen = await self._thread.call(getattr(self.environment, method), argument)
+        except TimeoutError as error:
+            if deadline.expired():
+                raise TimeoutError(f"it took longer than step_timeout_s={self._timeout_s:.0f}") from error
+            raise
+        if not isinstance(seen, Observation):
+            raise TypeError(f"{method} must return an Observation, got {type(seen).__name__}")
+        return seen
+
+    async def close(self) -> None:
+        """End the environment, if it wants to be told, and its thread."""
+        close = getattr(self.environment, "close", None)
+        if inspect.iscoroutinefunction(close):
+            try:
+                async with asyncio.timeout(self._timeout_s):
+                    await close()
+            # A supervision boundary: what was played is safe, whatever happens to the environment afterwards.
+            except Exception as error:
+                log.warning("an environment's close failed: %r", error)
+        elif close is not None:
+            self._thread.post(close)
+        self._thread.end()

@@ -1,0 +1,167 @@
+"""`collect`: a Collector from a generator, prompts and an environment.
+
+Owns how the parts of one task are put together, and the schedule of a collector that nobody trains beside.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Unpack
+
+from pydantic import ValidationError
+
+from raypost.agent_loop.environment import Environment, EnvironmentAgentLoop
+from raypost.collector.collector import Collector
+from raypost.collector.gated_generator import GatedGenerator
+from raypost.collector.options import PAUSE_TIMEOUT_S, CollectorOptions
+from raypost.config import PauseMode
+from raypost.datasets import Prompt, build_source, render
+from raypost.errors import ConfigError
+from raypost.imports import load_function
+from raypost.producer import TaskRuntime
+from raypost.protocols import AgentLoop, Generator
+from raypost.sampler import Sampler, Source, Stream
+from raypost.strategy import AsyncProduceStrategy, build_strategy
+from raypost.task_config import StrategyConfig, TaskConfig
+from raypost.tokenizer import Tokenizer
+
+CLOCKLESS = {"enable_partial_rollout", "drop_uniform_rewards", "is_valid"}
+"""Fields of a strategy that mean the same without train steps."""
+Prompts = Source[Prompt] | Stream[Prompt] | Sequence[Prompt | str]
+
+
+def collect(
+    generator: Generator,
+    tokenizer: Tokenizer,
+    prompts: Prompts | None = None,
+    *,
+    environment: Callable[[], Environment] | None = None,
+    agent_loop: Callable[[Generator], AgentLoop] | None = None,
+    task: Mapping[str, object] | None = None,
+    batch_size: int | None = None,
+    num_groups: int = 16,
+    max_turns: int = 16,
+    max_turn_tokens: int | None = None,
+    step_timeout_s: float = 60.0,
+    seed: int = 0,
+    **options: Unpack[CollectorOptions],
+) -> Collector:
+    """Collect what a policy does, without training it.
+
+    `generator` may be a rollout pool, which is then paused for new weights; any other is gated. `prompts` None:
+    those of the task's `source`. Either `environment`, called for each trajectory, or `agent_loop`, which is given
+    the generator, plays. `task` are fields of TaskConfig, for instance group_size (here 1 unless given),
+    max_tokens, temperature. `max_turns`, `max_turn_tokens` and `step_timeout_s` are the environment's.
+
+    `num_groups` are at work or wait for the caller at most, and none is ever too old. With `batch_size` the rules
+    of training hold instead: so many groups are a step, `update_policy` follows each batch, and what is older than
+    the max_staleness of the task's strategy is not delivered. Raises ConfigError.
+    """
+    if (environment is None) == (agent_loop is None):
+        raise ConfigError("collect needs either an environment or an agent_loop, not both and not none")
+    config = _task(task or {}, prompts is None)
+    pool = _pool(generator, options.get("pause_mode", "abort"))
+    if agent_loop is not None:
+        loop = agent_loop(pool)
+    else:
+        assert environment is not None
+        loop = EnvironmentAgentLoop(
+            pool,
+            environment,
+            functools.partial(tokenizer.encode, add_special_tokens=False),
+            tokenizer.decode,
+            max_turns=max_turns,
+            max_turn_tokens=max_turn_tokens,
+            enable_partial_rollout=config.strategy.enable_partial_rollout,
+            step_timeout_s=step_timeout_s,
+            step_grace_s=options.get("pause_timeout_s", PAUSE_TIMEOUT_S) / 4,
+            retryable=options.get("retryable", ()),
+        )
+    strategy = (
+        OnDemandStrategy(config.strategy, num_groups)
+        if batch_size is None
+        else build_strategy(config.strategy, sync_weights_interval=1)
+    )
+    sampler = Sampler(
+        config,
+        _source(config, prompts, seed),
+        functools.partial(render, tokenizer=tokenizer, task=config),
+        tokenizer.eos_ids,
+        seed,
+    )
+    return Collector(
+        [TaskRuntime(config, sampler, loop, strategy)],
+        pool,
+        batch_size=1 if batch_size is None else batch_size,
+        **options,
+    )
+
+
+class OnDemandStrategy(AsyncProduceStrategy):
+    """So many groups at work or waiting for the consumer, of whatever version: its clock is nobody's training."""
+
+    def __init__(self, config: StrategyConfig, num_groups: int) -> None:
+        """Raises ConfigError for what only a clock of train steps gives a meaning."""
+        without_meaning = config.model_fields_set - CLOCKLESS
+        if without_meaning:
+            raise ConfigError(
+                f"strategy sets {sorted(without_meaning)}, which are about train steps: give batch_size, the groups "
+                "of a step, as well, or leave them out"
+            )
+        if num_groups < 1:
+            raise ConfigError(f"num_groups must be >= 1, got {num_groups}")
+        is_valid = None if config.is_valid is None else load_function(config.is_valid, "strategy.is_valid")
+        paced = config.model_copy(update={"admission": "capacity"})
+        super().__init__(paced, sync_weights_interval=1, is_valid=is_valid)
+        self._num_groups = num_groups
+
+    def is_production_expired(self, future_step: int, version: int) -> bool:
+        """Never."""
+        return False
+
+    def waits_for_consumer(self, future_step: int, next_consumer_step: int) -> bool:
+        """Each step is one group."""
+        return future_step >= next_consumer_step + self._num_groups
+
+
+def _task(given: Mapping[str, object], own_source: bool) -> TaskConfig:
+    prompts = {"source": {"kind": "jsonl", "dataset": "prompts"}, "judge": {"kind": "exact"}}
+    fields = {"name": "collect", "group_size": 1, **({} if own_source else prompts), **given}
+    try:
+        return TaskConfig.model_validate(fields)
+    except ValidationError as error:
+        raise ConfigError(f"task of collect: {error}") from None
+
+
+def _pool(generator: Any, pause_mode: PauseMode) -> Any:
+    """The generator, gated unless it can be paused."""
+    if hasattr(generator, "pause") and hasattr(generator, "resume"):
+        return generator
+    if pause_mode == "keep":
+        raise ConfigError(
+            f"pause_mode is keep, but {type(generator).__name__} has no pause that could keep its requests: use "
+            "abort or wait"
+        )
+    return GatedGenerator(generator)
+
+
+class _Listed:
+    """Prompts given as they are."""
+
+    def __init__(self, prompts: Sequence[Prompt | str]) -> None:
+        self._prompts = [Prompt(prompt) if isinstance(prompt, str) else prompt for prompt in prompts]
+
+    def __len__(self) -> int:
+        return len(self._prompts)
+
+    def sample(self, index: int) -> Prompt:
+        return self._prompts[index]
+
+
+def _source(config: TaskConfig, prompts: Prompts | None, seed: int) -> Source[Prompt] | Stream[Prompt]:
+    if prompts is None:
+        return build_source(config, seed)
+    if isinstance(prompts, Sequence):
+        return _Listed(prompts)
+    return prompts

@@ -1,0 +1,86 @@
+"""One rank of the critic's training: values of a batch's tokens, and a train step on their returns.
+
+Owns the critic's loss on a micro-batch; the formula is in losses.py. A critic is a model of its own beside the
+policy, in a trainer group of its own, whose configuration is `TrainConfig.for_critic`.
+"""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from raypost.config import Config
+from raypost.engine import Engine, start_process_group
+from raypost.errors import CheckpointError
+from raypost.losses import value_loss
+from raypost.packed import PackedGroups
+from raypost.packing import MicroBatch, packing_rule
+from raypost.policy import Critic, load_model, pair_cost
+from raypost.rank import Part, Rank, batch_metrics
+from raypost.self_check import check_packing
+from raypost.step_sums import ValueSums
+from raypost.token_advantages import TokenAdvantages
+from raypost.train_batch import Column
+
+
+class CriticRank(Rank):
+    """One rank's share of the critic."""
+
+    def __init__(self, config: Config, model_path: str, rank: int, world_size: int) -> None:
+        """Raises ConfigError if the model cannot be trained as configured."""
+        train = config.train
+        if config.device == "cpu":
+            torch.set_num_threads(train.threads)
+        start_process_group(config, rank, world_size)
+        torch.manual_seed(config.seed)
+        model = load_model(model_path, config.model.dtype, train.gradient_checkpointing)
+        rule = packing_rule(train, pair_cost(model))
+        critic = Critic(model)
+        engine = Engine(config, critic, rank, world_size, kind="critic")
+        super().__init__(config, engine, rule, rank, world_size)
+        if train.packing:
+            check_packing(engine, critic, config.max_model_len)
+
+    def compute_values(self, packed: PackedGroups) -> Column:
+        """Value of the state in which each trained token was chosen. A collective."""
+        return self._column(packed, self._forward)
+
+    def train(
+        self, packed: PackedGroups, step: int, advantages: TokenAdvantages, values: Column
+    ) -> dict[str, float]:
+        """All optimizer steps on the returns of a batch; `values`: the critic's before the first.
+
+        Returns metrics, the same on every rank. Repeated, a step is not trained again. Raises ValueError without
+        returns, LedgerError for a step that lies before the last one.
+        """
+        if repeated := self._repeated(step):
+            return repeated
+        start, batch, returns = time.monotonic(), self._plan(packed), advantages.returns
+        if returns is None:
+            raise ValueError("a critic learns returns, but there are none: use train.advantage.kind: gae")
+        sums = ValueSums()
+
+        def loss_of(part: Part) -> Tensor:
+            values_T = self._forward(part.micro)
+            before_T = self._tensor(values[part.micro.places_T])
+            returns_T = self._tensor(returns[part.micro.places_T])
+            terms = value_loss(values_T, before_T, returns_T, part.scales_T, self._train.loss.value_clip)
+            sums.add(values_T, returns_T, terms)
+            return terms.loss
+
+        metrics = self._optimize(packed, step, loss_of)
+        metrics |= sums.reduced(self._engine.device).metrics(self._num_updates)
+        return self._finish(step, batch_metrics(batch) | metrics, start)
+
+    def _forward(self, micro: MicroBatch) -> Tensor:
+        values_T: Tensor = self._engine(
+            self._tensor(micro.input_ids_BL), self._tensor(micro.index_T), micro.segments
+        )
+        return values_T
+
+    def save_hf(self, path: Path) -> None:
+        """A critic is no language model. Raises CheckpointError."""
+        raise CheckpointError(f"{path}: a critic has no Hugging Face form; save it as a checkpoint")

@@ -1,0 +1,225 @@
+"""Journal: an append-only file of JSON lines that can be read while it is written, and undone by a restore.
+
+Owns writing lines so that a kill loses at most those not flushed, and reading back the history that survived.
+Knows nothing of what the lines say, but for two events:
+
+    started                 nothing before this line counts: production began anew
+    restored, "offset": n   production went back to a checkpoint, saved when the file had n bytes; what lies
+                            between is void
+
+Invariants: a line is written whole or not at all; lines are never changed; a last line that was cut off is
+never read, and removed before the next one is appended.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from bisect import bisect_right
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+STARTED, RESTORED = "started", "restored"
+
+FLUSH_LINES = 4096
+"""Lines kept in memory at most."""
+FLUSH_S = 1.0
+"""A new line takes with it those that wait longer than this."""
+
+_CHUNK = 1 << 16
+
+
+class Journal:
+    """The writing end. One writer a file at a time; a second one continues the file."""
+
+    def __init__(self, path: Path) -> None:
+        """Touches nothing before the first flush."""
+        self.path = path
+        self._lines: list[str] = []
+        self._oldest_s = 0.0
+        self._opened = False
+
+    def append(self, line: Mapping[str, Any], now_s: float) -> None:
+        """Add one line, written with the next flush: at once if the oldest waits since FLUSH_S before `now_s`."""
+        if not self._lines:
+            self._oldest_s = now_s
+        self._lines.append(_encode(line))
+        # A clock that was set back must not hold lines for long.
+        if len(self._lines) >= FLUSH_LINES or not 0 <= now_s - self._oldest_s < FLUSH_S:
+            self.flush()
+
+    def flush(self) -> None:
+        """Hand what waits to the system: from here on a kill of this process loses none of it.
+
+        Raises OSError if the disk is full; nothing of it is written then, and all of it still waits.
+        """
+        if not self._lines:
+            return
+        if not self._opened:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            remove_torn_line(self.path)
+            self._opened = True
+        data = memoryview(("\n".join(self._lines) + "\n").encode())
+        with open(self.path, "ab", buffering=0) as file:
+            start = file.seek(0, os.SEEK_END)
+            try:
+                while data:
+                    data = data[file.write(data) :]
+            except OSError:
+                file.truncate(start)
+                raise
+        self._lines.clear()
+
+    def sync(self) -> int:
+        """Flush to the disk itself; bytes in the file now, which is what a `restored` line names."""
+        self.flush()
+        if not self.path.exists():
+            return 0
+        with open(self.path, "rb+") as file:
+            os.fsync(file.fileno())
+            return file.seek(0, os.SEEK_END)
+
+
+def _plain(value: Any) -> Any:
+    """A fact that is no plain JSON must not end production."""
+    if isinstance(value, np.generic | np.ndarray):
+        return value.tolist()
+    return str(value)
+
+
+_encode: Callable[[Any], str] = json.JSONEncoder(default=_plain).encode
+
+
+def remove_torn_line(path: Path) -> None:
+    """Cut off what follows the last newline, if the file exists."""
+    if not path.exists():
+        return
+    with open(path, "r+b") as file:
+        end = position = file.seek(0, os.SEEK_END)
+        while position > 0:
+            start = max(0, position - _CHUNK)
+            file.seek(start)
+            newline = file.read(position - start).rfind(b"\n")
+            if newline >= 0:
+                position = start + newline + 1
+                break
+            position = start
+        if position < end:
+            file.truncate(position)
+
+
+# ---------------------------------------------------------------- reading
+
+
+class Line(NamedTuple):
+    """One line: its fields, and whether a later restore made it void."""
+
+    fields: dict[str, Any]
+    void: bool
+
+
+class JournalReader:
+    """What the file held when this was made. Memory does not grow with the file.
+
+    Reads the file once to find the restores, and once for every `lines`.
+    """
+
+    def __init__(self, path: Path) -> None:
+        """Raises OSError if there is no such file."""
+        self._path = path
+        self.first_s: float
+        """Time of the first line, seconds since the epoch; 0 in an empty file."""
+        self.last_s: float
+        """Time of the last one."""
+        self.num_damaged = 0
+        """Lines of the last `lines` that were no JSON objects, and were skipped."""
+        self._end, restarts, ends = _scan(path)
+        self._starts, self._ends = _surviving(restarts, self._end)
+        self.first_s, self.last_s = (_time_of(raw) for raw in ends)
+
+    @property
+    def num_void_bytes(self) -> int:
+        """Bytes that restores made void."""
+        return self._end - (sum(self._ends) - sum(self._starts))
+
+    def lines(self, wanted: Callable[[bytes], bool] | None = None, *, void: bool = False) -> Iterator[Line]:
+        """The lines in the order they were written, those that are void only if asked for.
+
+        `wanted` sees the bytes of a line and saves the time to parse those nobody wants.
+        """
+        self.num_damaged, offset = 0, 0
+        with open(self._path, "rb") as file:
+            for raw in file:
+                start, offset = offset, offset + len(raw)
+                if offset > self._end:
+                    return
+                is_void = self._is_void(start)
+                if (is_void and not void) or (wanted is not None and not wanted(raw)):
+                    continue
+                fields = _decode(raw)
+                if fields is None:
+                    self.num_damaged += 1
+                else:
+                    yield Line(fields, is_void)
+
+    def _is_void(self, offset: int) -> bool:
+        at = bisect_right(self._starts, offset) - 1
+        return at < 0 or offset >= self._ends[at]
+
+
+def _decode(raw: bytes) -> dict[str, Any] | None:
+    """The fields of a line; None if it is none that a Journal wrote."""
+    try:
+        fields = json.loads(raw)
+        return (
+            fields if isinstance(fields["event"], str) and isinstance(fields["time"], int | float) else None
+        )
+    except (ValueError, TypeError, KeyError):
+        return None
+
+
+def _time_of(raw: bytes) -> float:
+    """Seconds since the epoch; 0 where there is no line."""
+    return float((_decode(raw) or {}).get("time", 0.0))
+
+
+def _scan(path: Path) -> tuple[int, list[tuple[int, int]], tuple[bytes, bytes]]:
+    """(bytes of whole lines, restarts, the first and the last line); a restart: (where its line begins, where
+    the history before it ends)."""
+    restarts, offset, first, last = [], 0, b"", b""
+    started, restored = f'"{STARTED}"'.encode(), f'"{RESTORED}"'.encode()
+    with open(path, "rb") as file:
+        for raw in file:
+            if not raw.endswith(b"\n"):
+                break
+            if started in raw or restored in raw:
+                fields = _decode(raw) or {}
+                if fields.get("event") == STARTED:
+                    restarts.append((offset, 0))
+                elif fields.get("event") == RESTORED:
+                    saved = fields.get("offset")
+                    # A file that lost its end is shorter than a checkpoint remembers.
+                    restarts.append((offset, min(offset, saved) if isinstance(saved, int) else 0))
+            offset, first, last = offset + len(raw), first or raw, raw
+    return offset, restarts, (first, last)
+
+
+def _surviving(restarts: list[tuple[int, int]], end: int) -> tuple[list[int], list[int]]:
+    """Starts and ends of the parts that make the history up to `end`, ascending.
+
+    Goes backwards: what counts before a restart is what counted when its checkpoint was saved.
+    """
+    starts, ends = [], []
+    for line, before in reversed(restarts):
+        if line >= end:
+            continue
+        starts.append(line)
+        ends.append(end)
+        end = before
+    if end > 0:
+        starts.append(0)
+        ends.append(end)
+    return starts[::-1], ends[::-1]

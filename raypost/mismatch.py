@@ -1,0 +1,134 @@
+"""What a train step's tokens looked like, by the staleness of the policy that sampled them.
+
+Owns the diagnostics. They compare three logprobs of the same token: the rollout engine's, the trainer's before the
+step and the policy's that is being trained. The gap between the first two has two causes, told apart by the lag (a
+token's staleness): at lag 0 both hold the same weights and differ only in arithmetic; at a larger lag the weights
+moved. Computes nothing that enters the gradient.
+
+A rejected token is counted: in every figure of the gap, and in the denominator of the fractions.
+
+Axes: T trained tokens; K = MAX_LAG + 1 lags, the last of which also holds every larger lag.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+Floats = NDArray[np.float64]
+
+MAX_LAG = 8
+"""Lags above are counted with this one; it bounds the number of metrics."""
+
+_LOG_LIMIT = 30.0
+"""exp of more is of no use as a statistic, and its square would leave the range of float32."""
+
+_TOKENS, _GAP, _K1, _K3, _RATIO, _SQUARE, _WEIGHT, _KEPT, _CLIPPED, _STEP_RATIO = range(10)
+_COLUMNS = 10
+_MAX_GAP, _MAX_RATIO, _MIN_RATIO, _MAX_STEP_RATIO, _MIN_STEP_RATIO = range(5)
+_EXTREMES = 5
+
+
+@dataclass(frozen=True, slots=True)
+class LagSums:
+    """Statistics that add up over micro-batches and ranks: `sums` by addition, `maxima` by maximum.
+
+    sums: (K, 10) per lag, of all tokens: tokens, |gap|, k1, k3, ratio, ratio^2; of the kept ones: weight, tokens,
+    clipped, step ratio. maxima: (K, 5) per lag: |gap|, ratio, -ratio, step ratio, -step ratio; -inf where there is
+    none. The ratio is exp(gap), trainer over rollout; the step ratio is the loss's, policy over proximal.
+    """
+
+    sums: Floats
+    maxima: Floats
+
+    @classmethod
+    def zero(cls) -> LagSums:
+        """Of no tokens."""
+        return cls(np.zeros((MAX_LAG + 1, _COLUMNS)), np.full((MAX_LAG + 1, _EXTREMES), -np.inf))
+
+    @classmethod
+    def of(
+        cls,
+        trainer_T: Floats,
+        rollout_T: Floats,
+        lags_T: NDArray[np.int64],
+        weights_T: Floats,
+        keep_T: NDArray[np.bool_],
+        step_ratio_T: Floats,
+        clipped_T: NDArray[np.bool_],
+    ) -> LagSums:
+        """Of a micro-batch's tokens. gap = trainer - rollout logprob; lag = train_step - 1 - policy_version.
+
+        `step_ratio_T` and `clipped_T` of tokens that are not kept are not read.
+        """
+        total = cls.zero()
+        gap_T = np.asarray(trainer_T, np.float64) - np.asarray(rollout_T, np.float64)
+        lags_T = np.clip(lags_T, 0, MAX_LAG)
+        limited_T = np.clip(gap_T, -_LOG_LIMIT, _LOG_LIMIT)
+        ratio_T = np.exp(limited_T)
+        ones_T, kept = np.ones_like(gap_T), np.asarray(keep_T, bool)
+        k3_T = np.expm1(limited_T) - limited_T
+        for column, values_T in enumerate((ones_T, np.abs(gap_T), -gap_T, k3_T, ratio_T, ratio_T**2)):
+            total.sums[:, column] = np.bincount(lags_T, values_T, MAX_LAG + 1)
+        for column, values_T in enumerate((weights_T, ones_T, clipped_T, step_ratio_T), _WEIGHT):
+            total.sums[:, column] = np.bincount(lags_T[kept], np.asarray(values_T)[kept], MAX_LAG + 1)
+        for column, values_T in enumerate((np.abs(gap_T), ratio_T, -ratio_T)):
+            np.maximum.at(total.maxima[:, column], lags_T, values_T)
+        for column, sign in ((_MAX_STEP_RATIO, 1), (_MIN_STEP_RATIO, -1)):
+            np.maximum.at(total.maxima[:, column], lags_T[kept], sign * np.asarray(step_ratio_T)[kept])
+        return total
+
+    def __add__(self, other: LagSums) -> LagSums:
+        return LagSums(self.sums + other.sums, np.maximum(self.maxima, other.maxima))
+
+    def metrics(self) -> dict[str, float]:
+        """The figures of a step, from the sums over all its tokens; {} when there are none.
+
+        Each is there for all tokens under its name and for every lag K that occurs under name_lagK, but for
+        `logprob_mismatch_max` and `logprob_mismatch_mean`: without a lag they are of lag 0, where engine and
+        trainer should agree, and absent when no token has lag 0.
+
+        importance_weight_mean: of kept tokens. rollout_kl (k1) and rollout_kl_k3 estimate KL(rollout || trainer) in
+        nats a token: Schulman's estimators. rollout_ratio_mean, _max, _min: trainer over rollout.
+        effective_sample_size: (sum w)^2 / (n sum w^2) of these ratios, uncut; 1 for equal policies. ratio_mean,
+        ratio_max, ratio_min, clip_fraction: the loss's ratio and what its clip decided, over kept tokens.
+        rejected_fraction and token_fraction: over all tokens.
+        """
+        everything = self.sums[:, _TOKENS].sum()
+        metrics: dict[str, float] = {}
+        if not everything:
+            return metrics
+        metrics |= _figures(self.sums.sum(0), self.maxima.max(0), "")
+        for lag in np.flatnonzero(self.sums[:, _TOKENS]).tolist():
+            sums, maxima = self.sums[lag], self.maxima[lag]
+            suffix = f"_lag{lag}"
+            metrics |= _figures(sums, maxima, suffix)
+            metrics[f"token_fraction{suffix}"] = sums[_TOKENS] / everything
+            name = "" if lag == 0 else suffix
+            metrics[f"logprob_mismatch_max{name}"] = maxima[_MAX_GAP]
+            metrics[f"logprob_mismatch_mean{name}"] = sums[_GAP] / sums[_TOKENS]
+        return {name: float(value) for name, value in metrics.items()}
+
+
+def _figures(sums: Floats, maxima: Floats, suffix: str) -> dict[str, float]:
+    tokens, kept = sums[_TOKENS], sums[_KEPT]
+    figures = {
+        "rollout_kl": sums[_K1] / tokens,
+        "rollout_kl_k3": sums[_K3] / tokens,
+        "rollout_ratio_mean": sums[_RATIO] / tokens,
+        "rollout_ratio_max": maxima[_MAX_RATIO],
+        "rollout_ratio_min": -maxima[_MIN_RATIO],
+        "effective_sample_size": sums[_RATIO] ** 2 / (tokens * sums[_SQUARE]),
+        "rejected_fraction": 1 - kept / tokens,
+    }
+    if kept:
+        figures |= {
+            "importance_weight_mean": sums[_WEIGHT] / kept,
+            "clip_fraction": sums[_CLIPPED] / kept,
+            "ratio_mean": sums[_STEP_RATIO] / kept,
+            "ratio_max": maxima[_MAX_STEP_RATIO],
+            "ratio_min": -maxima[_MIN_STEP_RATIO],
+        }
+    return {name + suffix: value for name, value in figures.items()}

@@ -1,0 +1,232 @@
+"""One rank of the policy's training: the calls a train step is made of, and the step itself as their composition.
+
+    compute_old_logprobs, compute_ref_logprobs -> compute_advantages -> train          (fit: all of them)
+
+Owns the policy's loss on a micro-batch and its weights on their way out. The formulas are in losses.py,
+corrections.py and advantage.py.
+
+What a call gives another is a column (train_batch.py), the same on every rank, so calls may also be made one by one
+from outside, and a critic's values may come from other processes.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from transformers import AutoTokenizer
+
+from raypost.algorithm_config import LOSSES
+from raypost.config import Config
+from raypost.corrections import correct, proximal_logprobs
+from raypost.engine import Engine, Frozen, start_process_group
+from raypost.head import Sampling
+from raypost.losses import LossTokens, load_policy_loss, policy_objective
+from raypost.packed import PackedGroups
+from raypost.packing import MicroBatch, packing_rule
+from raypost.policy import DTYPES, Policy, load_model, pair_cost
+from raypost.rank import Part, Rank, batch_metrics
+from raypost.self_check import check_head, check_packing
+from raypost.step_sums import StepSums
+from raypost.token_advantages import TokenAdvantages, token_advantages, with_advantage
+from raypost.train_batch import Column
+from raypost.types import FloatArray, IntArray
+from raypost.weights import Bytes
+
+
+@dataclass(frozen=True, slots=True)
+class _StepInputs:
+    """What the loss of every micro-batch of a step needs."""
+
+    step: int
+    advantages: Column
+    old_logprobs: Column | None
+    ref_logprobs: Column | None
+    sums: StepSums
+
+
+class PolicyRank(Rank):
+    """One rank's share of the policy, and of its frozen reference if there is one."""
+
+    def __init__(self, config: Config, model_path: str, rank: int, world_size: int) -> None:
+        """Raises ConfigError if the model cannot be trained as configured."""
+        train = config.train
+        if config.device == "cpu":
+            torch.set_num_threads(train.threads)
+        start_process_group(config, rank, world_size)
+        torch.manual_seed(config.seed)
+        self._model_path = model_path
+        model = load_model(model_path, config.model.dtype, train.gradient_checkpointing)
+        self._policy = Policy(model, train.logits_mb * 2**20)
+        self._policy.set_entropy_gradient(train.loss.entropy_coefficient != 0)
+        rule = packing_rule(train, pair_cost(model))
+        engine = Engine(config, self._policy, rank, world_size, kind="policy")
+        super().__init__(config, engine, rule, rank, world_size)
+        self._policy_loss = load_policy_loss(train.loss.kind)
+        check_head(engine, self._policy)
+        if train.packing:
+            check_packing(engine, self._policy, config.max_model_len)
+        self._reference: Frozen | None = None
+        if train.needs_ref_logprobs:
+            self._reference = self._frozen_reference()
+
+    def _frozen_reference(self) -> Frozen:
+        """The model that training starts from, laid out as the policy is."""
+        reference = Policy(
+            load_model(self._model_path, self._config.model.dtype), self._train.logits_mb * 2**20
+        )
+        frozen = Frozen(self._config, reference, self._world_size)
+        reference.chunked = self._policy.chunked
+        reference.set_packed(self._policy.packed)
+        return frozen
+
+    # ---------------------------------------------------------------- one step, call by call
+
+    def compute_old_logprobs(self, packed: PackedGroups) -> Column:
+        """Logprobs of the trained tokens under the current weights. A collective."""
+        return self._column(packed, lambda micro: self._forward(micro)[0])
+
+    def compute_ref_logprobs(self, packed: PackedGroups) -> Column:
+        """The same under the frozen reference. A collective. Raises ValueError without one."""
+        reference = self._reference
+        if reference is None:
+            raise ValueError("there is no reference: it is loaded if train.loss.kl.coefficient is positive")
+        return self._column(packed, lambda micro: self._forward(micro, reference)[0])
+
+    def compute_advantages(
+        self,
+        packed: PackedGroups,
+        old_logprobs: Column | None = None,
+        ref_logprobs: Column | None = None,
+        values: Column | None = None,
+    ) -> TokenAdvantages:
+        """Advantages of the batch's tokens, and with values the critic's returns. No collective."""
+        train = self._train
+        return token_advantages(
+            self._plan(packed), train.advantage, train.loss.kl,
+            old_logprobs=old_logprobs, ref_logprobs=ref_logprobs, values=values,
+        )  # fmt: skip
+
+    def train(
+        self,
+        packed: PackedGroups,
+        step: int,
+        advantages: TokenAdvantages,
+        old_logprobs: Column | None = None,
+        ref_logprobs: Column | None = None,
+    ) -> dict[str, float]:
+        """All optimizer steps of a batch as `step`; returns the step's metrics, the same on every rank.
+
+        A repeated step is not trained again and returns its metrics. A metric that does not exist (the
+        mismatch at lag 0 when no token has it) or is not finite is absent. `skipped_steps` counts optimizer
+        steps that were not made since the start, because nothing was trainable or a gradient was not finite.
+        Raises LedgerError for a step that lies before the last one.
+        """
+        if repeated := self._repeated(step):
+            return repeated
+        start, batch, loss = time.monotonic(), self._plan(packed), self._train.loss
+        if old_logprobs is None and self._train.needs_old_logprobs:
+            raise ValueError(
+                "several optimizer steps a batch need the logprobs before the first: compute them"
+            )
+        sums = StepSums()
+        inputs = _StepInputs(step, advantages.advantages, old_logprobs, ref_logprobs, sums)
+        # Where only the advantage makes a loss, a sample without one has none.
+        idle = loss.kind in LOSSES and not loss.entropy_coefficient and not loss.kl.coefficient
+        metrics = self._optimize(
+            packed,
+            step,
+            lambda part: self._loss(part, inputs),
+            active=with_advantage(advantages.advantages) if idle else None,
+            aggregation=loss.aggregation,
+            constant_length=loss.constant_length or max(task.max_tokens for task in self._config.tasks),
+        )
+        metrics |= sums.reduced(self._engine.device).metrics(self._num_updates)
+        return self._finish(step, batch_metrics(batch) | metrics, start)
+
+    def fit(self, packed: PackedGroups, step: int) -> dict[str, float]:
+        """A whole train step: the calls above, each where it is needed. Returns what `train` does."""
+        if repeated := self._repeated(step):
+            return repeated
+        start = time.monotonic()
+        old = self.compute_old_logprobs(packed) if self._train.needs_old_logprobs else None
+        ref = self.compute_ref_logprobs(packed) if self._train.needs_ref_logprobs else None
+        advantages = self.compute_advantages(packed, old, ref)
+        return self._finish(step, self.train(packed, step, advantages, old, ref), start)
+
+    def _loss(self, part: Part, inputs: _StepInputs) -> Tensor:
+        micro, train = part.micro, self._train
+        logprobs_T, entropy_T = self._forward(micro)
+        rollout_T = self._tensor(micro.rollout_logprobs_T)
+        staleness_T = self._tensor(inputs.step - 1 - micro.policy_versions_T)
+        before_T = self._picked(inputs.old_logprobs, micro)
+        kind = train.correction.proximal
+        proximal_T = proximal_logprobs(kind, logprobs_T, rollout_T, staleness_T, before_T)
+        tokens = LossTokens(
+            logprobs_T=logprobs_T,
+            entropy_T=entropy_T,
+            proximal_T=proximal_T,
+            rollout_T=rollout_T,
+            advantages_T=self._tensor(inputs.advantages[micro.places_T]),
+            rows_T=self._tensor(micro.sample_T),
+            num_rows=len(micro.samples),
+            reference_T=self._picked(inputs.ref_logprobs, micro),
+        )
+        trainer_T = logprobs_T.detach() if before_T is None else before_T
+        correction = correct(
+            train.correction, proximal_T, rollout_T, tokens.rows_T, tokens.num_rows, staleness_T, trainer_T
+        )
+        terms = policy_objective(tokens, correction, part.scales_T, train.loss, self._policy_loss)
+        inputs.sums.add(tokens, correction, terms, staleness_T, before_T)
+        return terms.loss
+
+    def _forward(self, micro: MicroBatch, model: Engine | Frozen | None = None) -> tuple[Tensor, Tensor]:
+        sampling = Sampling(self._tensor(micro.temperatures_T))
+        if micro.top_p_T is not None and micro.top_k_T is not None:
+            sampling = replace(
+                sampling, top_p_T=self._tensor(micro.top_p_T), top_k_T=self._tensor(micro.top_k_T)
+            )
+        logprobs_T, entropy_T = (model or self._engine)(
+            self._tensor(micro.input_ids_BL),
+            self._tensor(micro.index_T),
+            self._tensor(micro.targets_T),
+            sampling,
+            micro.segments,
+        )
+        return logprobs_T, entropy_T
+
+    # ---------------------------------------------------------------- logprobs and weights
+
+    @torch.no_grad()
+    def canary_logprobs(self, token_ids: IntArray) -> FloatArray:
+        """Logprob of every token but the first, given those before it, at temperature 1. A collective."""
+        ids = self._tensor(np.asarray(token_ids, np.int64))
+        index = torch.arange(len(ids) - 1, device=ids.device)
+        ones = Sampling(torch.ones(len(ids) - 1, device=ids.device))
+        logprobs, _ = self._engine(ids[None, :-1], index, ids[1:], ones)
+        result: FloatArray = logprobs.float().cpu().numpy()
+        return result
+
+    def gather_weights(self) -> Iterator[tuple[str, Bytes, str, tuple[int, ...]]]:
+        """(checkpoint name, flat bytes, dtype, shape) of every weight, on rank 0; nothing elsewhere.
+
+        A collective at ZeRO 3: every rank must exhaust it. Bytes are valid only until the next are asked for.
+        """
+        return self._engine.gather(self._policy.named_weights(), DTYPES[self._config.model.dtype])
+
+    def save_hf(self, path: Path) -> None:
+        """Write the model as a Hugging Face folder (safetensors) with its tokenizer. A collective."""
+        state = {}
+        for name, data, dtype, shape in self.gather_weights():
+            flat = torch.from_numpy(data.copy()).view(getattr(torch, dtype))
+            state[name] = flat.reshape(shape)
+        if self._rank == 0:
+            self._policy.model.save_pretrained(str(path), state_dict=state)
+            AutoTokenizer.from_pretrained(self._model_path).save_pretrained(str(path))
+        dist.barrier()

@@ -1,0 +1,221 @@
+"""What one rank of training does with a batch: logprobs, minibatches, epochs, the order of an optimizer step.
+
+    PackedGroups -> plan_batch -> per epoch and minibatch: micro_batches -> loss -> backward ... -> step
+
+Owns the loop that every model shares, and which steps were trained; what a model's loss is belongs to policy_rank.py
+and critic_rank.py, what DeepSpeed does with it to engine.py.
+
+Invariants: all ranks get the same calls in the same order; a step is trained once; an optimizer step that has
+nothing to train or whose gradient is not finite changes nothing and is counted.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from raypost.config import Config
+from raypost.engine import Engine
+from raypost.errors import LedgerError
+from raypost.losses import sequence_scales
+from raypost.metrics import REWARD_MEAN
+from raypost.packed import PackedGroups
+from raypost.packing import MicroBatch, PackingRule, micro_batches
+from raypost.train_batch import Column, Sample, TrainBatch, plan_batch
+from raypost.train_config import TrainConfig
+
+log = logging.getLogger(__name__)
+
+_NAMED_GROUPS = 16
+"""Groups that a log line names at most."""
+
+
+def learning_rate(train: TrainConfig, step: int) -> float:
+    """Rate of a 1-based step: linear from 0 over the warm-up, then by schedule down to 0 after the last."""
+    if step <= train.warmup_steps:
+        return train.learning_rate * step / train.warmup_steps
+    done = (step - 1 - train.warmup_steps) / max(1, train.num_steps - train.warmup_steps)
+    done = min(1.0, done)
+    factor = {"constant": 1.0, "linear": 1 - done, "cosine": (1 + math.cos(math.pi * done)) / 2}
+    return train.learning_rate * factor[train.lr_schedule]
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """A micro-batch on the rank's device, with what each of its tokens counts in the minibatch's loss."""
+
+    micro: MicroBatch
+    scales_T: Tensor
+
+
+class Rank:
+    """One rank's share of the training of one model."""
+
+    def __init__(self, config: Config, engine: Engine, rule: PackingRule, rank: int, world_size: int) -> None:
+        self._config, self._train, self._engine, self._rule = config, config.train, engine, rule
+        self._rank, self._world_size = rank, world_size
+        self._step, self._skipped_steps = 0, 0
+        self._metrics: dict[str, float] = {}
+        self._planned: tuple[PackedGroups, TrainBatch] | None = None
+
+    @property
+    def step(self) -> int:
+        """The last step that was trained."""
+        return self._step
+
+    def close(self) -> None:
+        """Leave the process group. The rank is of no use afterwards."""
+        self._engine.close()
+
+    # ---------------------------------------------------------------- the batch
+
+    def _plan(self, packed: PackedGroups) -> TrainBatch:
+        if self._planned is None or self._planned[0] is not packed:
+            train = self._train
+            batch = plan_batch(packed, train.advantage.smallest_group, train.num_minibatches)
+            self._planned = packed, batch
+        return self._planned[1]
+
+    def _micro_batches(self, samples: Sequence[Sample]) -> list[MicroBatch]:
+        return micro_batches(samples, self._rank, self._world_size, self._rule)
+
+    def _column(self, packed: PackedGroups, compute: Callable[[MicroBatch], Tensor]) -> Column:
+        """What `compute` gives for the trained tokens of all samples, over all ranks; 0 for other tokens."""
+        batch = self._plan(packed)
+        column = np.zeros(batch.num_tokens, np.float32)
+        with torch.no_grad():
+            for micro in self._micro_batches(batch.samples):
+                column[micro.places_T] = compute(micro).float().cpu().numpy()
+        return self._engine.summed(column)
+
+    def _tensor(self, array: np.ndarray) -> Tensor:
+        return torch.from_numpy(array).to(self._engine.device)
+
+    def _picked(self, column: Column | None, micro: MicroBatch) -> Tensor | None:
+        """The column's entries for the tokens of a micro-batch."""
+        return None if column is None else self._tensor(column[micro.places_T])
+
+    # ---------------------------------------------------------------- the step
+
+    def _repeated(self, step: int) -> dict[str, float] | None:
+        """The metrics of a step that was trained before. Raises LedgerError for one before the last."""
+        if step > self._step:
+            return None
+        if step == self._step and self._metrics:
+            return self._metrics
+        raise LedgerError(f"step {step} cannot be trained: step {self._step} was the last one")
+
+    def _optimize(
+        self,
+        packed: PackedGroups,
+        step: int,
+        loss_of: Callable[[Part], Tensor],
+        *,
+        active: Callable[[Sample], bool] | None = None,
+        aggregation: Any = "token",
+        constant_length: int | None = None,
+    ) -> dict[str, float]:
+        """All optimizer steps of a train step; returns learning rate, gradient norm and steps skipped so far.
+
+        Samples that are not `active` are not computed, since their loss is 0, but they count in the scales.
+        """
+        torch.manual_seed(self._config.seed * 1_000_003 + step)
+        batch, norms = self._plan(packed), []
+        if batch.left_out and self._rank == 0:
+            log.warning("step %d leaves out %s", step, _first(batch.left_out))
+        rate = learning_rate(self._train, step)
+        self._engine.set_learning_rate(rate)
+        for _ in range(self._train.num_epochs):
+            for groups in batch.minibatches:
+                samples = [sample for group in groups for sample in group]
+                if not samples:
+                    self._skip(step, samples, "nothing is trainable")
+                    continue
+                lengths = [sample.num_trained for sample in samples]
+                scales = sequence_scales(aggregation, lengths, constant_length)
+                scale_of = {id(sample): scale for sample, scale in zip(samples, scales, strict=True)}
+                computed = [sample for sample in samples if active is None or active(sample)]
+                self._accumulate(self._micro_batches(computed), scale_of, step, loss_of)
+                norm = self._engine.apply()
+                if math.isfinite(norm):
+                    norms.append(norm)
+                else:
+                    self._skip(step, samples, "the gradient is not finite")
+        metrics = {"lr": rate, "skipped_steps": float(self._skipped_steps)}
+        if norms:
+            metrics["grad_norm"] = sum(norms) / len(norms)
+        return metrics
+
+    def _accumulate(
+        self,
+        plan: list[MicroBatch],
+        scale_of: dict[int, float],
+        step: int,
+        loss_of: Callable[[Part], Tensor],
+    ) -> None:
+        for j, micro in enumerate(plan):
+            scales_N = np.asarray([scale_of[id(sample)] for sample in micro.samples], np.float32)
+            loss = loss_of(Part(micro, self._tensor(scales_N[micro.sample_T])))
+            if not self._engine.backward(loss, last=j == len(plan) - 1):
+                keys = _first(sorted({str(sample.key) for sample in micro.samples}))
+                log.warning(
+                    "step %d, rank %d: the loss of a micro-batch is not finite; its groups: %s",
+                    step, self._rank, keys,
+                )  # fmt: skip
+
+    def _finish(self, step: int, metrics: dict[str, float], start: float) -> dict[str, float]:
+        """Count the step as trained; `start`: the monotonic time it began."""
+        step_s = time.monotonic() - start
+        self._metrics = metrics | {"step_s": step_s, "tokens_per_s": metrics["response_tokens"] / step_s}
+        self._step, self._planned = step, None
+        return self._metrics
+
+    def _skip(self, step: int, samples: Sequence[Sample], why: str) -> None:
+        self._skipped_steps += 1
+        if self._rank == 0:
+            keys = _first(sorted({str(sample.key) for sample in samples}))
+            log.warning("step %d: an optimizer step is skipped, %s; groups: %s", step, why, keys or "none")
+
+    @property
+    def _num_updates(self) -> int:
+        """Optimizer steps a train step."""
+        return self._train.num_updates
+
+    # ---------------------------------------------------------------- state
+
+    def save(self, path: Path) -> None:
+        """Write optimizer, weights, step and random state below `path`; every rank writes its shard."""
+        self._engine.save(path, {"step": self._step, "skipped_steps": self._skipped_steps})
+
+    def load(self, path: Path) -> int:
+        """Restore what `save` wrote; returns the step. Raises CheckpointError if it does not fit."""
+        state = self._engine.load(path)
+        self._step, self._skipped_steps = int(state["step"]), int(state["skipped_steps"])
+        self._metrics, self._planned = {}, None
+        return self._step
+
+
+def batch_metrics(batch: TrainBatch) -> dict[str, float]:
+    """What a batch consists of."""
+    samples = batch.samples
+    tokens = sum(sample.num_trained for sample in samples)
+    metrics = {"num_samples": float(len(samples)), "response_tokens": float(tokens)}
+    if samples:
+        metrics[REWARD_MEAN] = float(np.mean([sample.state.reward for sample in samples]))
+        metrics["response_tokens_mean"] = tokens / len(samples)
+    metrics["left_out"] = float(len(batch.left_out))
+    return metrics
+
+
+def _first(items: Sequence[str]) -> str:
+    more = len(items) - _NAMED_GROUPS
+    return ", ".join(items[:_NAMED_GROUPS]) + (f" and {more} more" if more > 0 else "")

@@ -1,0 +1,99 @@
+"""Threads beside an event loop: SideThread for calls that block it, LoopThread for callers that have none.
+
+Both own one daemon thread. A call that hangs in a SideThread holds up the calls behind it, never the event loop
+and never the end of the process; whoever waits for it has the deadline.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import inspect
+import logging
+import threading
+from collections.abc import Callable, Coroutine
+from concurrent.futures import Future
+from queue import SimpleQueue
+from typing import Any, TypeVar
+
+log = logging.getLogger(__name__)
+T = TypeVar("T")
+
+
+class SideThread:
+    """Runs functions that block. Calls that belong together see the same thread."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._calls: SimpleQueue[tuple[Future[Any], Callable[[], Any]] | None] = SimpleQueue()
+        self._thread: threading.Thread | None = None
+
+    async def call(self, function: Callable[..., Any], *args: Any) -> Any:
+        """What `function(*args)` gives: a coroutine function is awaited here, any other runs in the thread.
+
+        Cancelled, a function that runs already goes on to its end unheard.
+        """
+        if inspect.iscoroutinefunction(function):
+            return await function(*args)
+        result = await asyncio.wrap_future(self._submit(functools.partial(function, *args)))
+        return await result if inspect.isawaitable(result) else result
+
+    def post(self, function: Callable[[], Any]) -> None:
+        """Run `function` after the calls before it; nobody waits. What it raises is logged."""
+        self._submit(function).add_done_callback(self._log_failure)
+
+    def end(self) -> None:
+        """End the thread after the calls before this one. Idempotent."""
+        if self._thread is not None:
+            self._calls.put(None)
+            self._thread = None
+
+    def _submit(self, function: Callable[[], Any]) -> Future[Any]:
+        future: Future[Any] = Future()
+        self._calls.put((future, function))
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._work, name=self._name, daemon=True)
+            self._thread.start()
+        return future
+
+    def _work(self) -> None:
+        while (entry := self._calls.get()) is not None:
+            future, function = entry
+            if not future.set_running_or_notify_cancel():
+                continue
+            try:
+                future.set_result(function())
+            # A supervision boundary: whatever it raises goes to who waits for the future.
+            except BaseException as error:
+                # StopIteration, SystemExit and the like mean something else to who awaits them.
+                ordinary = isinstance(error, Exception) and not isinstance(error, StopIteration)
+                future.set_exception(error if ordinary else RuntimeError(f"it raised {error!r}"))
+            del entry, future, function
+
+    def _log_failure(self, future: Future[Any]) -> None:
+        error = future.exception()
+        if error is not None:
+            log.warning("%s: %s", self._name, repr(error)[:500])
+
+
+class LoopThread:
+    """An event loop in a thread of its own."""
+
+    def __init__(self, name: str) -> None:
+        self._loop = asyncio.new_event_loop()
+        self._ended = asyncio.Event()
+        self._thread = threading.Thread(target=self._work, name=name, daemon=True)
+        self._thread.start()
+
+    def submit(self, work: Coroutine[Any, Any, T]) -> Future[T]:
+        """Run a coroutine in the loop."""
+        return asyncio.run_coroutine_threadsafe(work, self._loop)
+
+    def stop(self) -> None:
+        """Cancel whatever still runs in the loop, and end it."""
+        self._loop.call_soon_threadsafe(self._ended.set)
+        self._thread.join()
+
+    def _work(self) -> None:
+        with asyncio.Runner(loop_factory=lambda: self._loop) as runner:
+            runner.run(self._ended.wait())

@@ -1,0 +1,124 @@
+"""What of a batch is trained, and in which minibatch.
+
+Owns which trajectories are trainable and the reasons for the rest. Every rank plans the whole batch alone, and
+all plans agree, since they are a function of the batch.
+
+Per-token figures of a batch (advantages, logprobs of some policy, values) are columns: one float32 array over
+the response tokens of all its trajectories, in the order and with the offsets of the batch's own columns. So
+they can be computed by one process and used by another, and each sample knows its place in all of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from raypost.packed import PackedGroups, unpack_groups
+from raypost.types import Group, GroupKey, RolloutState, Status
+
+Column = NDArray[np.float32]
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """One trainable trajectory."""
+
+    state: RolloutState
+    start: int
+    """Place of its first response token in the batch's columns."""
+
+    @property
+    def key(self) -> GroupKey:
+        return (self.state.task, self.state.group_id)
+
+    @property
+    def num_inputs(self) -> int:
+        """Tokens the model reads: all but the last, which predicts nothing that is trained."""
+        return len(self.state.prompt_ids) + len(self.state.response_ids) - 1
+
+    @property
+    def num_trained(self) -> int:
+        """Tokens that count in the loss's normaliser."""
+        return int(np.count_nonzero(self.state.response_mask))
+
+    @property
+    def trained(self) -> NDArray[np.int64]:
+        """Places of its trained tokens in the response."""
+        return np.flatnonzero(self.state.response_mask)
+
+    @property
+    def places(self) -> NDArray[np.int64]:
+        """Places of its trained tokens in the batch's columns."""
+        return self.start + self.trained
+
+
+@dataclass(frozen=True, slots=True)
+class TrainBatch:
+    """What of a batch is trained, a list of groups of samples per minibatch, and why the rest is not."""
+
+    minibatches: list[list[list[Sample]]]
+    left_out: list[str]
+    num_tokens: int
+    """Length of a column."""
+
+    @property
+    def groups(self) -> list[list[Sample]]:
+        """Trainable members of every group that is trained, in the batch's order."""
+        return [group for minibatch in self.minibatches for group in minibatch]
+
+    @property
+    def samples(self) -> list[Sample]:
+        """Of all minibatches."""
+        return [sample for group in self.groups for sample in group]
+
+
+def plan_batch(packed: PackedGroups, smallest_group: int, num_minibatches: int) -> TrainBatch:
+    """Split the groups in their order into minibatches of trainable samples.
+
+    A trajectory without a finite reward, with a status other than COMPLETED, without a trained token or with
+    logprobs that are not finite is left out; so is a group of which fewer than `smallest_group` are left.
+    """
+    groups = unpack_groups(packed)
+    first = np.cumsum([0, *packed.group_sizes]).tolist()
+    starts = packed.response_offsets.tolist()
+    left_out: list[str] = []
+    minibatches: list[list[list[Sample]]] = []
+    for part in np.array_split(np.arange(len(groups)), num_minibatches):
+        members = [
+            _trainable(groups[g], starts[first[g] : first[g + 1]], smallest_group, left_out) for g in part
+        ]
+        minibatches.append([group for group in members if group])
+    return TrainBatch(minibatches, left_out, starts[-1])
+
+
+def _trainable(group: Group, starts: Sequence[int], smallest_group: int, left_out: list[str]) -> list[Sample]:
+    samples = []
+    for state, start in zip(group.states, starts, strict=True):
+        reason = _untrainable(state)
+        if reason is None:
+            samples.append(Sample(state, start))
+        else:
+            left_out.append(f"group {group.key} sample {state.sample_index}: {reason}")
+    if len(samples) < smallest_group:
+        left_out.append(
+            f"group {group.key}: {len(samples)} trainable of {len(group.states)}, {smallest_group} are needed"
+        )
+        return []
+    return samples
+
+
+def _untrainable(state: RolloutState) -> str | None:
+    if state.status is not Status.COMPLETED:
+        return f"status is {state.status}" + (f" ({state.error})" if state.error else "")
+    if state.reward is None or not np.isfinite(state.reward):
+        return f"reward is {state.reward}"
+    if not len(state.prompt_ids):
+        return "the prompt is empty"
+    if not state.response_mask.any():
+        return "no token is trained"
+    if not np.isfinite(state.logprobs[state.response_mask]).all():
+        return "a trained token's logprob is not finite"
+    return None

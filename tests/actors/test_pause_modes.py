@@ -1,0 +1,287 @@
+"""abort, keep and wait on a real engine, with real weight loads in the middle of long generations."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import pytest_asyncio
+
+from raypost.agent_loop.single_turn import SingleTurnAgentLoop
+from raypost.errors import WeightError
+from raypost.pause import PauseDeadlines
+from raypost.types import (
+    EVALUATION_PRIORITY,
+    GenerateResult,
+    Group,
+    RolloutState,
+    SampleParams,
+    Status,
+)
+from tests.actors.tiny_engine import (
+    CONFIG,
+    PROMPT,
+    TOLERANCE,
+    Bench,
+    difference,
+    expected_logprobs,
+    request,
+    started,
+)
+
+pytestmark = pytest.mark.asyncio(loop_scope="module")
+
+TOKENS = 200
+SLOTS = CONFIG.max_num_seqs
+MORE_THAN_SLOTS = SLOTS + 8
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def one_bench(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Bench]:
+    async with started(tmp_path_factory.mktemp("model"), tied=True) as bench:
+        yield bench
+
+
+@pytest_asyncio.fixture(loop_scope="module")
+async def bench(one_bench: Bench) -> Bench:
+    """Serving a version of its own."""
+    await one_bench.sync()
+    return one_bench
+
+
+def start(bench: Bench, count: int, max_tokens: int = TOKENS) -> list[asyncio.Task[GenerateResult]]:
+    asked = (request(f"r{n}", max_tokens) for n in range(count))
+    return [asyncio.create_task(bench.worker.generate(one)) for one in asked]
+
+
+async def results_of(calls: list[asyncio.Task[GenerateResult]], within_s: float) -> list[GenerateResult]:
+    return await asyncio.wait_for(asyncio.gather(*calls), within_s)
+
+
+async def is_stopped(bench: Bench) -> bool:
+    """Whether nothing is generated, and a request that comes is refused without tokens."""
+    late = await bench.worker.generate(request("late"))
+    running = (await bench.worker.stats()).running
+    return (running, late.finish_reason, len(late.response_ids)) == (0, "abort", 0)
+
+
+def boundary(result: GenerateResult) -> int:
+    """The first token of the second version. There are two, in order."""
+    changes = np.flatnonzero(np.diff(result.policy_versions))
+    assert len(changes) == 1
+    return int(changes[0]) + 1
+
+
+async def test_keep_splits_versions_at_the_token_and_continues_from_a_prefix_under_the_new_weights(
+    bench: Bench,
+) -> None:
+    old = bench.version
+    calls = start(bench, MORE_THAN_SLOTS)
+    await asyncio.sleep(0.15)
+    await bench.worker.pause("keep")
+    assert await is_stopped(bench)
+    await bench.load()
+    await asyncio.sleep(0.1)
+    assert not any(call.done() for call in calls)
+    await bench.worker.resume(bench.version)
+    results = await results_of(calls, 30)
+
+    assert {(one.finish_reason, len(one.response_ids)) for one in results} == {("length", TOKENS)}
+    spanning = [one for one in results if old in one.policy_versions]
+    assert len(spanning) == SLOTS, "the others were queued, and have the new version only"
+    assert max(bench.gaps(one).max() for one in results) < TOLERANCE
+    for one in spanning:
+        at = boundary(one)
+        assert one.policy_versions[0] == old and one.policy_versions[-1] == bench.version
+        for wrong in (at - 1, at + 1):
+            versions = np.where(np.arange(TOKENS) < wrong, old, bench.version)
+            shifted = bench.gaps(replace(one, policy_versions=versions))
+            assert shifted[min(wrong, at)] > TOLERANCE, "a version off by one token would show"
+
+
+async def test_keep_may_be_repeated_and_span_several_loads(bench: Bench) -> None:
+    first = bench.version
+    calls = start(bench, 8, 240)
+    for _ in range(3):
+        await asyncio.sleep(0.05)
+        await bench.worker.pause("keep")
+        await bench.worker.pause("keep")
+        await bench.load()
+        await bench.worker.resume(bench.version)
+    await bench.worker.pause("keep")
+    await bench.worker.resume(bench.version)
+    results = await results_of(calls, 30)
+    assert all(
+        sorted(set(one.policy_versions)) == [first, first + 1, first + 2, first + 3] for one in results
+    )
+    assert all((np.diff(one.policy_versions) >= 0).all() for one in results)
+    assert max(bench.gaps(one).max() for one in results) < TOLERANCE
+
+
+async def test_canary_of_a_keeping_worker_is_that_of_its_weights_and_leaves_requests_in_place(
+    bench: Bench,
+) -> None:
+    calls = start(bench, MORE_THAN_SLOTS, 240)
+    await asyncio.sleep(0.1)
+    await bench.worker.pause("keep")
+    for _ in range(2):
+        await bench.load()
+        ids = np.arange(40, dtype=np.int32)
+        got = await asyncio.wait_for(bench.worker.canary(ids), 5)
+        assert np.max(np.abs(got - expected_logprobs(bench.model, ids))) < TOLERANCE
+        assert await is_stopped(bench)
+        assert not any(call.done() for call in calls)
+    await bench.worker.resume(bench.version)
+    results = await results_of(calls, 30)
+    assert {(one.finish_reason, len(one.response_ids)) for one in results} == {("length", 240)}
+    assert max(bench.gaps(one).max() for one in results) < TOLERANCE
+
+
+async def test_abort_overrules_keep_and_what_was_frozen_comes_back_with_its_tokens(bench: Bench) -> None:
+    calls = start(bench, MORE_THAN_SLOTS)
+    await asyncio.sleep(0.15)
+    await bench.worker.pause("keep")
+    old = bench.version
+    await bench.load()
+    await bench.worker.pause("abort")
+    results = await results_of(calls, 1)
+    assert {one.finish_reason for one in results} == {"abort"}
+    assert sum(len(one.response_ids) > 0 for one in results) == SLOTS
+    assert all(set(one.policy_versions) <= {old} for one in results)
+    assert max(bench.gaps(one).max(initial=0.0) for one in results) < TOLERANCE
+    await bench.worker.pause("keep")
+    assert await is_stopped(bench)
+    await bench.worker.resume(bench.version)
+    await bench.assert_serves(bench.version)
+
+
+async def test_cancelled_call_leaves_nothing_frozen_in_the_engine(bench: Bench) -> None:
+    calls = start(bench, 4)
+    await asyncio.sleep(0.1)
+    await bench.worker.pause("keep")
+    for call in calls:
+        call.cancel()
+    await asyncio.gather(*calls, return_exceptions=True)
+    assert bench.worker._engine is not None
+    assert bench.worker._engine._llm.get_num_unfinished_requests() == 0
+    await bench.load()
+    await bench.worker.resume(bench.version)
+    await bench.assert_serves(bench.version)
+
+
+async def test_wait_runs_everything_to_its_end_under_one_version(bench: Bench) -> None:
+    calls = start(bench, MORE_THAN_SLOTS, 100)
+    await asyncio.sleep(0.1)
+    pause = asyncio.create_task(bench.worker.pause("wait"))
+    await asyncio.sleep(0)
+    late = await bench.worker.generate(request("late"))
+    assert (late.finish_reason, len(late.response_ids), pause.done()) == ("abort", 0, False)
+    with pytest.raises(TimeoutError):
+        await asyncio.wait_for(asyncio.shield(bench.worker.held()), 0.01)
+    await asyncio.wait_for(pause, 30)
+    assert await is_stopped(bench)
+    results = await results_of(calls, 1)
+    assert {(one.finish_reason, len(one.response_ids)) for one in results} == {("length", 100)}
+    assert {version for one in results for version in one.policy_versions} == {bench.version}
+    assert max(difference(bench.model, one) for one in results) < TOLERANCE
+    await bench.load()
+    await bench.worker.resume(bench.version)
+    await bench.assert_serves(bench.version)
+
+
+@pytest.mark.parametrize("mode", ["keep", "abort"])
+async def test_stricter_pause_overrules_one_that_waits(bench: Bench, mode: str) -> None:
+    calls = start(bench, 8 * SLOTS)
+    await asyncio.sleep(0.1)
+    waiting = asyncio.create_task(bench.worker.pause("wait"))
+    await asyncio.sleep(0.05)
+    assert not waiting.done()
+    await asyncio.wait_for(bench.worker.pause(mode), 1)
+    await asyncio.wait_for(waiting, 1)
+    assert await is_stopped(bench)
+    assert sum(call.done() for call in calls) == (0 if mode == "keep" else len(calls))
+    await bench.worker.pause("wait")
+    assert await is_stopped(bench), "a gentler pause changes nothing"
+    await bench.worker.pause("abort")
+    assert len(await results_of(calls, 1)) == 8 * SLOTS
+
+
+async def test_wait_says_what_still_runs_when_time_is_up_and_aborts_it(
+    bench: Bench, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(bench.worker, "_deadlines", PauseDeadlines(3.0))
+    calls = start(bench, 32 * SLOTS)
+    await asyncio.sleep(0.1)
+    with caplog.at_level(logging.WARNING):
+        await asyncio.wait_for(bench.worker.pause("wait"), 10)
+    assert await is_stopped(bench)
+    assert "aborts what still runs" in caplog.text and "requests: r" in caplog.text
+    results = await results_of(calls, 1)
+    assert {one.finish_reason for one in results} >= {"abort"}
+
+
+async def test_weights_are_not_loaded_while_a_pause_is_not_confirmed(bench: Bench) -> None:
+    calls = start(bench, 2 * SLOTS)
+    waiting = asyncio.create_task(bench.worker.pause("wait"))
+    await asyncio.sleep(0.05)
+    waiting.cancel()
+    await asyncio.gather(waiting, return_exceptions=True)
+    with pytest.raises(WeightError, match="pause it before loading"):
+        await bench.load()
+    await bench.worker.pause("abort")
+    await results_of(calls, 1)
+
+
+async def test_interrupted_group_continues_under_newer_weights_and_loses_no_token(bench: Bench) -> None:
+    class Everybody:
+        async def judge(self, states: list[RolloutState]) -> list[float]:
+            return [1.0] * len(states)
+
+    loop = SingleTurnAgentLoop(bench.worker, Everybody(), lambda ids: str(len(ids)))
+    params = SampleParams(max_tokens=240)
+    states = [
+        RolloutState(task="t", group_id=0, sample_index=n, prompt_ids=PROMPT, sample_params=params)
+        for n in range(8)
+    ]
+    group, first = Group(task="t", group_id=0, states=states), bench.version
+    for _ in range(3):
+        running = asyncio.create_task(loop.run(group))
+        await asyncio.sleep(0.05)
+        await bench.worker.pause("abort")
+        group = await asyncio.wait_for(running, 5)
+        assert group.status is Status.ABORTED
+        await bench.load()
+        await bench.worker.resume(bench.version)
+    group = await asyncio.wait_for(loop.run(group), 30)
+    assert group.status is Status.COMPLETED
+    for state in group.states:
+        assert (state.num_tokens, state.num_aborts, state.finish_reason) == (240, 3, "length")
+        assert sorted(set(state.policy_versions)) == [first, first + 1, first + 2, first + 3]
+        whole = GenerateResult(
+            response_ids=state.response_ids,
+            logprobs=state.logprobs,
+            policy_versions=state.policy_versions,
+            finish_reason="length",
+            worker="",
+        )
+        assert bench.gaps(whole).max() < TOLERANCE
+
+
+async def test_evaluation_goes_before_training_requests_that_queue(bench: Bench) -> None:
+    order: list[str] = []
+
+    async def run(name: str, max_tokens: int, priority: int) -> None:
+        await bench.worker.generate(request(name, max_tokens, priority=priority))
+        order.append(name)
+
+    names = [f"train-{n}" for n in range(4 * SLOTS)]
+    calls = [asyncio.create_task(run(name, 60, 0)) for name in names]
+    await asyncio.sleep(0.05)
+    calls.append(asyncio.create_task(run("evaluation", 50, EVALUATION_PRIORITY)))
+    await asyncio.wait_for(asyncio.gather(*calls), 30)
+    before = order[: order.index("evaluation")]
+    assert set(before) <= set(names[:SLOTS]), "only what was decoded already ends before it"

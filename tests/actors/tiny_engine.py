@@ -1,0 +1,135 @@
+"""A rollout worker on a real engine with a random model, small enough to compare with transformers."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import gc
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import numpy as np
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from actors.rollout_worker import EngineConfig, RolloutWorker
+from raypost.types import GenerateRequest, GenerateResult, SampleParams
+from raypost.weights import Bytes, Manifest, pack
+
+VOCAB = 50
+CONFIG = EngineConfig(device="cpu", dtype="float32", max_model_len=256, max_num_seqs=32, kv_cache_gb=0.1)
+PROMPT = np.asarray([3, 7, 11, 2, 5], np.int32)
+TOLERANCE = 1e-3
+
+
+def make_model(folder: Path, tied: bool) -> LlamaForCausalLM:
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=VOCAB,
+        hidden_size=64,
+        intermediate_size=128,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=32,
+        max_position_embeddings=256,
+        tie_word_embeddings=tied,
+        initializer_range=0.2,
+    )
+    config.architectures = ["LlamaForCausalLM"]
+    config.save_pretrained(folder)
+    return LlamaForCausalLM(config).eval()
+
+
+def change(model: LlamaForCausalLM) -> None:
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(0.1 * torch.randn_like(parameter))
+
+
+def publish(model: LlamaForCausalLM, version: int) -> tuple[Manifest, list[Bytes]]:
+    """The model's weights in several buckets."""
+    tensors = (
+        (name, parameter.detach().numpy().reshape(-1).view(np.uint8), "float32", tuple(parameter.shape))
+        for name, parameter in model.named_parameters()
+    )
+    return pack(version, tensors, bucket_bytes=100_000)
+
+
+def expected_logprobs(model: LlamaForCausalLM, ids: np.ndarray, temperature: float = 1.0) -> np.ndarray:
+    """Logprob of every token but the first."""
+    tokens = torch.from_numpy(ids.astype(np.int64))[None]
+    with torch.no_grad():
+        logprobs = torch.log_softmax(model(tokens).logits[0, :-1] / temperature, -1)
+    return logprobs.gather(1, tokens[0, 1:, None])[:, 0].numpy()
+
+
+def request(
+    name: str, max_tokens: int = 16, ids: np.ndarray = PROMPT, priority: int = 0, **params: float
+) -> GenerateRequest:
+    return GenerateRequest(
+        request_id=name,
+        token_ids=ids,
+        sample_params=SampleParams(max_tokens=max_tokens, **params),
+        priority=priority,
+    )
+
+
+def difference(model: LlamaForCausalLM, result: GenerateResult, temperature: float = 1.0) -> float:
+    """Largest gap between the engine's logprobs of a result for PROMPT and transformers'."""
+    ids = np.concatenate([PROMPT, result.response_ids])
+    expected = expected_logprobs(model, ids, temperature)[len(PROMPT) - 1 :]
+    return float(np.max(np.abs(expected - result.logprobs)))
+
+
+class Bench:
+    """One worker, the model whose weights it should hold, and the version they have."""
+
+    def __init__(self, worker: RolloutWorker, model: LlamaForCausalLM) -> None:
+        self.worker, self.model, self.version = worker, model, -1
+        self.history: dict[int, LlamaForCausalLM] = {}
+        """The model as it was at every version."""
+
+    async def sync(self) -> None:
+        """Change the weights and bring them into the worker, which then serves."""
+        await self.worker.pause()
+        await self.load()
+        await self.worker.resume(self.version)
+
+    async def load(self) -> None:
+        """Change the weights and bring them into the paused worker."""
+        change(self.model)
+        self.version += 1
+        self.history[self.version] = copy.deepcopy(self.model)
+        manifest, buckets = publish(self.model, self.version)
+        report = await self.worker.load_weights(manifest, *buckets)
+        assert (report.version, report.digest) == (self.version, manifest.digest)
+
+    async def assert_serves(self, version: int) -> None:
+        """The engine's logprobs are those of the model as it is now, under this version."""
+        result = await self.worker.generate(request("serves"))
+        assert set(result.policy_versions) == {version}
+        assert difference(self.model, result) < TOLERANCE
+
+    def gaps(self, result: GenerateResult) -> np.ndarray:
+        """Per token of a result for PROMPT: how far its logprob is from the one that transformers computes over
+        the whole prefix, with the weights of the token's version."""
+        ids = np.concatenate([PROMPT, result.response_ids])
+        expected = np.empty(len(result.response_ids), np.float32)
+        for version in set(result.policy_versions.tolist()):
+            chosen = result.policy_versions == version
+            expected[chosen] = expected_logprobs(self.history[version], ids)[len(PROMPT) - 1 :][chosen]
+        return np.abs(expected - result.logprobs)
+
+
+@contextlib.asynccontextmanager
+async def started(folder: Path, tied: bool) -> AsyncIterator[Bench]:
+    """A worker with its engine up, serving nothing yet. No process of it is left at the end."""
+    model = make_model(folder, tied)
+    worker = RolloutWorker("rollout-0", str(folder), CONFIG, worker_index=0)
+    info = await worker.start()
+    yield Bench(worker, model)
+    await worker.shutdown()
+    # vLLM's engine is part of a cycle, and complains when it is collected at the interpreter's end.
+    gc.collect()
+    assert not any(Path(f"/proc/{pid}").exists() for pid in info["engine_pids"])

@@ -1,0 +1,143 @@
+"""Logprobs of chosen tokens, their gradient, and the support that top-k and top-p leave."""
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from raypost.logprobs import chosen_logprobs, sampling_support, support_of
+
+
+def naive_support(logits, top_p, top_k):
+    """Tokens that can be sampled: the k largest, then the fewest of them that hold top_p of their probability."""
+    order = sorted(range(len(logits)), key=lambda v: -logits[v])
+    if top_k:
+        order = order[:top_k]
+    total = math.fsum(math.exp(logits[v]) for v in order)
+    kept, mass = [], 0.0
+    for v in order:
+        if mass >= top_p and kept:
+            break
+        kept.append(v)
+        mass += math.exp(logits[v]) / total
+    return kept
+
+
+def random_logits(num_tokens, vocabulary, seed):
+    g = torch.Generator().manual_seed(seed)
+    logits = 2 * torch.randn(num_tokens, vocabulary, generator=g, dtype=torch.float64)
+    temperatures = 0.5 + torch.rand(num_tokens, generator=g, dtype=torch.float64)
+    return logits, temperatures
+
+
+@settings(max_examples=80, deadline=None)
+@given(num_tokens=st.integers(1, 6), vocabulary=st.integers(2, 12), seed=st.integers(0, 999), data=st.data())
+def test_logprobs_are_those_of_the_distribution_sampled_from(num_tokens, vocabulary, seed, data):
+    logits, temperatures = random_logits(num_tokens, vocabulary, seed)
+    top_p = data.draw(
+        st.lists(st.sampled_from([1.0, 0.9, 0.5, 0.05]), min_size=num_tokens, max_size=num_tokens)
+    )
+    top_k = data.draw(st.lists(st.integers(0, vocabulary + 2), min_size=num_tokens, max_size=num_tokens))
+    rows = (logits / temperatures[:, None]).tolist()
+    kept = [naive_support(row, p, k) for row, p, k in zip(rows, top_p, top_k, strict=True)]
+    targets = torch.tensor([one[seed % len(one)] for one in kept])
+    support = sampling_support(
+        logits / temperatures[:, None], targets, torch.tensor(top_p).double(), torch.tensor(top_k)
+    )
+    got, entropy = chosen_logprobs(logits, targets, temperatures, support)
+    if support is not None:
+        assert [sorted(one) for one in kept] == [row.nonzero()[:, 0].tolist() for row in support]
+    for t in range(num_tokens):
+        total = math.log(math.fsum(math.exp(rows[t][v]) for v in kept[t]))
+        log_p = [rows[t][v] - total for v in kept[t]]
+        assert got[t].item() == pytest.approx(rows[t][int(targets[t])] - total, abs=1e-9)
+        assert entropy[t].item() == pytest.approx(-sum(math.exp(x) * x for x in log_p), abs=1e-9)
+
+
+@pytest.mark.parametrize("cut", [False, True])
+def test_gradients_of_logprob_and_entropy_are_autograds(cut):
+    logits, temperatures = random_logits(13, 11, 1)
+    logits.requires_grad_()
+    g = torch.Generator().manual_seed(2)
+    targets = torch.randint(0, 11, (13,), generator=g)
+    pulls = torch.randn(2, 13, generator=g, dtype=torch.float64)
+    support = None
+    if cut:
+        scaled = (logits / temperatures[:, None]).detach()
+        support = sampling_support(scaled, targets, torch.full((13,), 0.8).double(), torch.full((13,), 6))
+        assert support.sum(-1).min() < 6
+    masked = logits / temperatures[:, None]
+    if support is not None:
+        masked = masked.masked_fill(~support, -1e30)
+    log_p = torch.log_softmax(masked, -1)
+    expected = log_p.gather(-1, targets[:, None])[:, 0], -(log_p.exp() * log_p).sum(-1)
+    got = chosen_logprobs(logits, targets, temperatures, support, entropy_gradient=True)
+    for a, b in zip(got, expected, strict=True):
+        assert torch.allclose(a, b, rtol=0, atol=1e-12)
+    total = (expected[0] * pulls[0] + expected[1] * pulls[1]).sum()
+    (expected_grad,) = torch.autograd.grad(total, logits, retain_graph=True)
+    (got_grad,) = torch.autograd.grad((got[0] * pulls[0] + got[1] * pulls[1]).sum(), logits)
+    assert torch.allclose(got_grad, expected_grad, rtol=0, atol=1e-12)
+    plain, entropy = chosen_logprobs(logits, targets, temperatures, support)
+    assert not entropy.requires_grad
+    (expected_grad,) = torch.autograd.grad(
+        (log_p.gather(-1, targets[:, None])[:, 0] * pulls[0]).sum(), logits
+    )
+    (got_grad,) = torch.autograd.grad((plain * pulls[0]).sum(), logits)
+    assert torch.allclose(got_grad, expected_grad, rtol=0, atol=1e-12)
+
+
+def test_entropy_alone_has_a_gradient():
+    logits, temperatures = random_logits(3, 5, 0)
+    logits.requires_grad_()
+    _, entropy = chosen_logprobs(
+        logits, torch.zeros(3, dtype=torch.long), temperatures, entropy_gradient=True
+    )
+    entropy.sum().backward()
+    assert logits.grad.abs().max() > 0
+
+
+def test_impossible_tokens_and_no_tokens_are_no_nan():
+    logits = torch.tensor([[0.0, float("-inf"), 0.0]], requires_grad=True)
+    one, ones = torch.tensor([0]), torch.ones(1)
+    logprobs, entropy = chosen_logprobs(logits, one, ones, entropy_gradient=True)
+    assert logprobs.item() == pytest.approx(-math.log(2)) and entropy.item() == pytest.approx(math.log(2))
+    (logprobs + entropy).sum().backward()
+    assert logits.grad.isfinite().all()
+    none = torch.empty(0, dtype=torch.long)
+    logprobs, entropy = chosen_logprobs(torch.empty(0, 3), none, torch.empty(0))
+    assert len(logprobs) == len(entropy) == 0
+    outside = torch.tensor([[False, False, True]])
+    assert chosen_logprobs(torch.zeros(1, 3), one, ones, outside)[0].item() == -math.inf
+
+
+def test_nothing_is_cut_without_top_k_and_top_p_and_the_target_is_never_cut():
+    logits = torch.log(torch.tensor([[0.6, 0.3, 0.1]]))
+    p, k = torch.ones(1), torch.zeros(1, dtype=torch.long)
+    assert sampling_support(logits, torch.tensor([2]), p, k) is None
+    assert sampling_support(logits, torch.tensor([2]), p, k + 1).tolist() == [[True, False, True]]
+    assert sampling_support(logits, torch.tensor([0]), p * 0.5, k).tolist() == [[True, False, False]]
+    assert sampling_support(logits, torch.tensor([0]), p * 0.8, k).tolist() == [[True, True, False]]
+    # Top-p holds within what top-k left: 0.6 / 0.9 suffices.
+    assert sampling_support(logits, torch.tensor([0]), p * 0.65, k + 2).tolist() == [[True, False, False]]
+    assert sampling_support(logits, torch.tensor([0]), p * 0.65, k).tolist() == [[True, True, False]]
+
+
+def test_rows_that_cut_nothing_keep_all_beside_rows_that_do():
+    logits = torch.randn(2, 50, generator=torch.Generator().manual_seed(0)) * 5
+    targets = torch.zeros(2, dtype=torch.long)
+    support = sampling_support(logits, targets, torch.tensor([1.0, 0.3]), torch.tensor([0, 0]))
+    assert support[0].all() and not support[1].all()
+
+
+def test_a_sampling_mask_of_the_engine_is_a_support():
+    targets = torch.tensor([2, 0])
+    support = support_of([[0, 2], [1]], targets, 4)
+    assert support.tolist() == [[True, False, True, False], [True, True, False, False]]
+    logprobs, _ = chosen_logprobs(torch.zeros(2, 4), targets, torch.ones(2), support)
+    assert np.allclose(logprobs, -math.log(2))
+    with pytest.raises(ValueError, match="a sampling mask of 1 tokens, but 2 targets"):
+        support_of([[0]], targets, 4)

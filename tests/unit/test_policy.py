@@ -1,0 +1,300 @@
+"""Packed rows, shared prompts and chunked logits give what single sequences give, gradients included."""
+
+import logging
+
+import numpy as np
+import pytest
+import torch
+from transformers import (
+    CohereConfig,
+    CohereForCausalLM,
+    Gemma2Config,
+    Gemma2ForCausalLM,
+    Gemma3ForCausalLM,
+    Gemma3TextConfig,
+    GPT2Config,
+    GPT2LMHeadModel,
+    LlamaConfig,
+    LlamaForCausalLM,
+    MambaConfig,
+    MambaForCausalLM,
+    MixtralConfig,
+    MixtralForCausalLM,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
+
+from raypost.attention import positions_of
+from raypost.errors import ConfigError
+from raypost.head import LogitRule, Sampling
+from raypost.packed import pack_groups
+from raypost.packing import PackingRule, Segment, micro_batches
+from raypost.policy import Critic, Policy, pair_cost
+from raypost.self_check import check_head, check_packing
+from raypost.train_batch import plan_batch
+from raypost.types import Group, RolloutState, SampleParams, Status
+
+VOCAB = 50
+SIZES = {
+    "vocab_size": VOCAB, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 128, "initializer_range": 0.3,
+    "bos_token_id": None, "eos_token_id": None, "pad_token_id": None,
+}  # fmt: skip
+WINDOW = {"sliding_window": 5, "head_dim": 8}
+
+ARCHITECTURES = {
+    "llama": lambda: LlamaForCausalLM(LlamaConfig(**SIZES, tie_word_embeddings=True)),
+    "qwen2": lambda: Qwen2ForCausalLM(Qwen2Config(**SIZES)),
+    "qwen2 with window": lambda: Qwen2ForCausalLM(
+        Qwen2Config(**SIZES, use_sliding_window=True, sliding_window=5, max_window_layers=1)
+    ),
+    "qwen3": lambda: Qwen3ForCausalLM(Qwen3Config(**SIZES, head_dim=8)),
+    "gemma2": lambda: Gemma2ForCausalLM(Gemma2Config(**SIZES, **WINDOW, final_logit_softcapping=4.0)),
+    "gemma3": lambda: Gemma3ForCausalLM(Gemma3TextConfig(**SIZES, **WINDOW)),
+    "mixtral": lambda: MixtralForCausalLM(MixtralConfig(**SIZES, num_local_experts=4)),
+    "cohere": lambda: CohereForCausalLM(CohereConfig(**SIZES, logit_scale=0.3)),
+    "gpt2": lambda: GPT2LMHeadModel(
+        GPT2Config(vocab_size=VOCAB, n_embd=32, n_layer=2, n_head=4, n_positions=128, initializer_range=0.3,
+                   resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0, bos_token_id=None, eos_token_id=None)
+    ),
+}  # fmt: skip
+
+
+def make_model(name: str = "llama"):
+    torch.manual_seed(0)
+    return ARCHITECTURES[name]().train()
+
+
+def make_samples(num_groups=3, size=4, longest=20):
+    rng = np.random.default_rng(0)
+    groups = []
+    for g in range(num_groups):
+        prompt = rng.integers(0, VOCAB, rng.integers(1, 12)).astype(np.int32)
+        states = []
+        for i in range(size):
+            length = int(rng.integers(1, longest)) if i else 1
+            state = RolloutState(
+                task="task",
+                group_id=g,
+                sample_index=i,
+                prompt_ids=prompt,
+                sample_params=SampleParams(max_tokens=64, temperature=0.7),
+                status=Status.COMPLETED,
+                reward=float(i),
+            )
+            ids = rng.integers(0, VOCAB, length).astype(np.int32)
+            mask = rng.random(length) < 0.8
+            mask[-1] = True
+            state.append_segment(ids, np.full(length, -1.0, np.float32), np.zeros(length, np.int32), mask)
+            states.append(state)
+        groups.append(Group(task="task", group_id=g, states=states))
+    return plan_batch(pack_groups(groups), 2, 1)
+
+
+def gradients(policy, batch, rule, with_entropy=False):
+    """Logprob column, entropy column and gradients of a weighted sum of them, through all micro-batches."""
+    policy.zero_grad()
+    columns = np.zeros((2, batch.num_tokens), np.float32)
+    weights = np.random.default_rng(1).normal(size=batch.num_tokens).astype(np.float32)
+    for micro in micro_batches(batch.samples, 0, 1, rule):
+        logprobs_T, entropy_T = policy(
+            torch.from_numpy(micro.input_ids_BL),
+            torch.from_numpy(micro.index_T),
+            torch.from_numpy(micro.targets_T),
+            Sampling(torch.from_numpy(micro.temperatures_T)),
+            micro.segments,
+        )
+        weights_T = torch.from_numpy(weights[micro.places_T])
+        loss = (weights_T * (logprobs_T + 0.3 * entropy_T if with_entropy else logprobs_T)).sum()
+        loss.backward()
+        columns[0, micro.places_T] = logprobs_T.detach()
+        columns[1, micro.places_T] = entropy_T.detach()
+    return columns, {n: p.grad.clone() for n, p in policy.model.named_parameters() if p.grad is not None}
+
+
+def assert_equal(got, expected, tolerance=1e-5):
+    assert np.abs(got[0] - expected[0]).max() < tolerance
+    assert got[1].keys() == expected[1].keys()
+    for name, grad in got[1].items():
+        scale = max(1.0, expected[1][name].abs().max().item())
+        assert (grad - expected[1][name]).abs().max().item() < tolerance * scale, name
+
+
+def single(batch):
+    """A micro-batch for every sample: the truth."""
+    return PackingRule(max(sample.num_inputs for sample in batch.samples), packed=False)
+
+
+@pytest.mark.parametrize("name", ARCHITECTURES)
+def test_packed_rows_and_shared_prompts_equal_single_sequences(name):
+    batch, policy = make_samples(), Policy(make_model(name))
+    policy.chunked = False
+    expected = gradients(policy, batch, single(batch))
+    policy.chunked = True
+    policy.set_packed(True)
+    rules = {
+        "packed": PackingRule(150, share_prompts=False),
+        "shared": PackingRule(400, pair_cost=pair_cost(policy.model)),
+    }
+    for rule in rules.values():
+        assert_equal(gradients(policy, batch, rule), expected)
+    shared = [
+        m for m in micro_batches(batch.samples, 0, 1, rules["shared"]) for s in m.segments if s.prefix_length
+    ]
+    assert shared
+
+
+def test_long_responses_after_short_prompts_and_the_reverse_are_equal_too():
+    # The two ways to compute a response's attention: a mask over the prompt, or the prompt asking in vain.
+    for prompt, longest in ((40, 6), (3, 60)):
+        batch = make_samples(1, 5, longest)
+        for sample in batch.samples:
+            sample.state.prompt_ids = np.arange(prompt, dtype=np.int32)
+        policy = Policy(make_model())
+        expected = gradients(policy, batch, single(batch))
+        policy.set_packed(True)
+        assert_equal(gradients(policy, batch, PackingRule(400)), expected)
+
+
+def test_gradient_checkpointing_changes_nothing():
+    batch, policy = make_samples(), Policy(make_model())
+    expected = gradients(policy, batch, single(batch))
+    policy.set_packed(True)
+    policy.model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    assert_equal(gradients(policy, batch, PackingRule(100, pair_cost=0.001)), expected)
+
+
+def test_positions_go_on_from_the_prompt():
+    segments = [Segment(0, 3), Segment(3, 2, 0, 3), Segment(5, 4, 0, 3), Segment(9, 2)]
+    assert positions_of(segments).tolist() == [0, 1, 2, 3, 4, 3, 4, 5, 6, 0, 1]
+
+
+# ---------------------------------------------------------------- the head
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma2", "cohere"])
+@pytest.mark.parametrize("rows", [1, 7, 10_000])
+def test_logits_in_chunks_equal_logits_as_a_whole(name, rows):
+    batch = make_samples()
+    model = make_model(name)
+    policy = Policy(model, max_logit_bytes=4 * VOCAB * rows)
+    policy.set_entropy_gradient(True)
+    chunked = gradients(policy, batch, PackingRule(400, packed=False), with_entropy=True)
+    policy.chunked = False
+    assert_equal(chunked, gradients(policy, batch, PackingRule(400, packed=False), with_entropy=True))
+
+
+def test_the_head_never_makes_more_logits_than_allowed():
+    policy, seen = Policy(make_model(), max_logit_bytes=4 * VOCAB * 6), []
+
+    class Watch(LogitRule):
+        def __call__(self, output_CV):
+            seen.append(len(output_CV))
+            return output_CV
+
+    policy.head._rule = Watch()
+    gradients(policy, make_samples(), PackingRule(400, packed=False))
+    assert max(seen) == 6
+
+
+def test_a_head_that_is_not_understood_runs_as_the_model_has_it(caplog):
+    class Shifted(LlamaForCausalLM):
+        def forward(self, *args, **kwargs):
+            result = super().forward(*args, **kwargs)
+            result.logits = result.logits * torch.linspace(1, 2, VOCAB)
+            return result
+
+    torch.manual_seed(0)
+    policy = Policy(Shifted(LlamaConfig(**SIZES)))
+    with caplog.at_level(logging.INFO):
+        check_head(policy, policy)
+    assert not policy.chunked and "its logits are made whole" in caplog.text
+    policy = Policy(make_model("cohere"))
+    check_head(policy, policy)
+    assert policy.chunked
+
+
+# ---------------------------------------------------------------- the check at the start
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma3", "gpt2"])
+def test_architectures_that_pack_pass_the_check(name):
+    policy = Policy(make_model(name))
+    check_packing(policy, policy, max_length=64)
+    assert policy.packed and policy.training
+    critic = Critic(make_model(name))
+    torch.nn.init.normal_(critic.value.weight)
+    check_packing(critic, critic, max_length=64)
+    assert critic.packed
+
+
+def test_a_model_whose_state_runs_along_the_row_is_refused():
+    torch.manual_seed(0)
+    config = MambaConfig(vocab_size=VOCAB, hidden_size=32, num_hidden_layers=2, state_size=4)
+    policy = Policy(MambaForCausalLM(config))
+    with pytest.raises(
+        ConfigError, match=r"MambaForCausalLM cannot train on packed rows: .*train.packing: false"
+    ):
+        check_packing(policy, policy, max_length=64)
+    assert not policy.packed
+
+
+def test_an_attention_that_ignores_the_segments_is_refused():
+    policy = Policy(make_model())
+    layer = policy.model.model.layers[1].self_attn
+    forward = layer.forward
+
+    def mixing(*args, row=None, **kwargs):
+        from raypost.attention import row_attention
+
+        whole = row_attention([Segment(0, kwargs["hidden_states"].shape[1])], torch.device("cpu"))
+        return forward(*args, row=whole, **kwargs)
+
+    layer.forward = mixing
+    with pytest.raises(ConfigError, match=r"packed rows change its outputs by .*, more than 0\.001"):
+        check_packing(policy, policy, max_length=64)
+
+
+def test_a_window_that_is_not_respected_is_refused_if_a_sequence_could_exceed_it():
+    torch.manual_seed(0)
+    model = Gemma3ForCausalLM(Gemma3TextConfig(**SIZES, head_dim=8, sliding_window=20))
+    for layer in model.model.layers:
+        layer.self_attn.sliding_window = None
+    policy = Policy(model)
+    check_packing(policy, policy, max_length=20)
+    policy.set_packed(False)
+    with pytest.raises(ConfigError, match="packed rows change its outputs"):
+        check_packing(policy, policy, max_length=64)
+
+
+def test_layers_of_a_foreign_type_are_refused_by_name():
+    policy = Policy(make_model("qwen3"))
+    policy.model.config.layer_types = ["full_attention", "linear_attention"]
+    with pytest.raises(ConfigError, match="layers of type linear_attention"):
+        check_packing(policy, policy, max_length=64)
+
+
+# ---------------------------------------------------------------- the critic
+
+
+def test_a_new_critic_expects_nothing_and_learns_from_packed_rows():
+    batch, critic = make_samples(), Critic(make_model())
+    rule = PackingRule(400, pair_cost=0.001)
+    critic.set_packed(True)
+    optimizer = torch.optim.Adam(critic.parameters(), lr=0.01)
+    (micro,) = micro_batches(batch.samples, 0, 1, rule)
+    targets_T = torch.from_numpy(micro.sample_T).float() % 3
+    losses = []
+    for _ in range(30):
+        values_T = critic(
+            torch.from_numpy(micro.input_ids_BL), torch.from_numpy(micro.index_T), micro.segments
+        )
+        losses.append((values_T - targets_T).square().mean())
+        if len(losses) == 1:
+            assert values_T.abs().max() == 0.0
+        optimizer.zero_grad()
+        losses[-1].backward()
+        optimizer.step()
+    assert losses[-1] < 0.3 * losses[0]

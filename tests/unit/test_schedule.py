@@ -1,0 +1,138 @@
+"""A schedule that would starve, deadlock or never expire is refused with the inequality it breaks."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from raypost.config import parse_config
+from raypost.imports import load_function
+from raypost.schedule import bound, buffer_bounds, schedule_problems, started_at_once, strategy_warnings
+from tests.unit.test_config import changed
+
+
+def no_weights(step: int, weights: dict[str, float]) -> dict[str, float]:
+    """What a broken `task_weights` may return."""
+    return dict.fromkeys(weights, 0.0) if step > 1 else weights
+
+
+def broken(step: int, weights: dict[str, float]) -> dict[str, float]:
+    raise KeyError("reward")
+
+
+def accept(group: object) -> bool:
+    return True
+
+
+def strategy(**fields: Any) -> dict[str, Any]:
+    return {"tasks__0__strategy": fields}
+
+
+CAPACITY = {"admission": "capacity", "max_staleness": 2}
+HERE = "tests.unit.test_schedule"
+
+REFUSED = {
+    "sync by capacity": (strategy(kind="sync", admission="capacity"), "use kind 'async'"),
+    "early rounds": (strategy(should_continue=f"{HERE}:accept"), "would starve"),
+    "oversampling by capacity": (
+        strategy(**CAPACITY, over_sample_threshold=0.5),
+        "over_sample_threshold 0.5 > 0",
+    ),
+    "hard bound without capacity": (strategy(hard_max_staleness=3), "needs admission 'capacity'"),
+    "hard bound below the pace": (
+        strategy(**CAPACITY, hard_max_staleness=1),
+        "hard_max_staleness 1 < max_staleness 2",
+    ),
+    "a mask that never masks": (
+        strategy(max_staleness=2, max_token_staleness=2),
+        "max_token_staleness 2 >= max_staleness 2",
+    ),
+    "a mask in a synchronous task": (
+        strategy(kind="sync", max_token_staleness=0),
+        "max_token_staleness 0 >= max_staleness 0",
+    ),
+    "a mask above the hard bound": (
+        strategy(**CAPACITY, hard_max_staleness=3, max_token_staleness=3),
+        "max_token_staleness 3 >= max_staleness 3",
+    ),
+    "tries without a tail batch": (
+        strategy(tail_batch_max_tries=3, tail_batch_trigger_size=-1),
+        "no tail batch to wait for",
+    ),
+    "frozen on policy": (
+        {**strategy(max_staleness=0), "sync__pause_mode": "keep"},
+        "max_staleness 0 < 1 with sync.pause_mode 'keep'",
+    ),
+    "filter that does not exist": (strategy(is_valid=f"{HERE}:nothing"), "has no 'nothing'"),
+    "filter that is no function": (strategy(is_valid=f"{HERE}:HERE"), "is a str and no function"),
+    "filter that is no path": (strategy(is_valid="accept"), "write it as module:name"),
+    "filter whose module is missing": (strategy(is_valid="no.such:filter"), "importing no.such failed"),
+    "buffer below two batches": ({"buffer__max_groups": 15}, "buffer.max_groups 15 < 2 x train.batch_size 8"),
+    "tail batch that fills the buffer": (
+        {**strategy(tail_batch_trigger_size=9), "buffer__max_groups": 24},
+        "tail_batch_trigger_size 9 + 2 x train.batch_size 8 > buffer.max_groups 24",
+    ),
+    "no weight at some step": ({"tasks__0__weight_schedule": {5: 0.0}}, "step 5: task weights must be >= 0"),
+    "function without weights": ({"task_weights": f"{HERE}:no_weights"}, "task weights must be >= 0"),
+    "function that raises": ({"task_weights": f"{HERE}:broken"}, "raised KeyError: 'reward'"),
+    "function that does not exist": ({"task_weights": f"{HERE}:nothing"}, "has no 'nothing'"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_cannot_work_is_refused_with_its_numbers(name: str) -> None:
+    places, part = REFUSED[name]
+    problems = schedule_problems(parse_config(changed(**places)))
+    assert any(part in problem for problem in problems), problems
+
+
+@pytest.mark.parametrize(
+    "places",
+    [
+        {},
+        strategy(**CAPACITY, hard_max_staleness=4, max_token_staleness=3),
+        strategy(max_staleness=3, max_token_staleness=2, tail_batch_max_tries=4),
+        {"sync__pause_mode": "keep"},
+        {**strategy(max_staleness=0), "sync__pause_mode": "wait"},
+        strategy(is_valid=f"{HERE}:accept"),
+        {**strategy(tail_batch_trigger_size=8), "buffer__max_groups": 24},
+    ],
+)
+def test_what_works_is_not_refused(places: dict[str, Any]) -> None:
+    assert schedule_problems(parse_config(changed(**places))) == []
+
+
+def test_the_bound_of_admission_by_capacity_says_that_nothing_expires() -> None:
+    config = parse_config(changed(**strategy(**CAPACITY), sync__sync_weights_interval=2))
+    shown = bound(config.tasks[0], config)
+    assert (shown.threshold, shown.oldest) == (None, "staleness 5 in the mean")
+    assert "6 batch(es)" in shown.rule
+    assert started_at_once(config.tasks[0], 8, config) == 48
+
+
+def test_a_limit_of_groups_in_flight_is_what_is_started_at_once() -> None:
+    config = parse_config(changed(**strategy(over_sample_threshold=1.0, max_pending=5)))
+    assert started_at_once(config.tasks[0], 8, config) == 5
+
+
+def test_the_buffers_bounds_are_in_groups_and_bytes() -> None:
+    bounds = buffer_bounds(parse_config(changed(buffer__max_gb=0.5, buffer__max_groups=100)))
+    assert (bounds.max_groups, bounds.max_bytes, bounds.low_water) == (100, 2**29, 0.8)
+
+
+@pytest.mark.parametrize(
+    ("places", "part"),
+    [
+        (strategy(tail_batch_trigger_size=-1), "biased towards short ones"),
+        (strategy(max_staleness=0), "starts again"),
+        ({"tasks__0__source__size": 9}, "comes several times"),
+    ],
+)
+def test_what_surprises_is_warned_of(places: dict[str, Any], part: str) -> None:
+    config = parse_config(changed(**places))
+    assert any(part in warning for warning in strategy_warnings(config.tasks[0], config))
+
+
+def test_functions_are_found_by_import_path() -> None:
+    assert load_function(f"{HERE}:accept", "is_valid") is accept
