@@ -43,7 +43,7 @@ from raypost.protocols import BufferBounds, TaskLimits
 from raypost.types import Group, RolloutState, SampleParams, Status
 
 GROUP_SIZE, NUM_TOKENS, PROMPT_TOKENS = 8, 512, 64
-NUM_PRODUCERS, PUT_GROUPS, TAKE_GROUPS = 4, 32, 128
+NUM_PRODUCERS, PUT_GROUPS, TAKE_GROUPS = 4, 32, 256
 IDLE_S = 0.001
 DEADLINE_S = 120.0
 

@@ -162,7 +162,7 @@ def configuration(args: argparse.Namespace, folder: Path) -> Config:
                     "name": TASK,
                     "source": {"kind": "python", "dataset": "bench.production:prompts"},
                     "judge": {"kind": "exact", "answer_pattern": r"(\d)\D*$"},
-                    "strategy": {"max_staleness": 1, "over_sample_threshold": args.over_sample},
+                    "strategy": {"admission": args.admission, "max_pending": args.pending},
                     "group_size": args.group_size,
                     "max_tokens": args.tokens,
                 }
@@ -402,7 +402,8 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=512)
     parser.add_argument("--batch", type=int, default=64, help="groups a step")
     parser.add_argument("--sync-every", type=int, default=4, help="steps between syncs")
-    parser.add_argument("--over-sample", type=float, default=0.0)
+    parser.add_argument("--admission", default="capacity", choices=["horizon", "capacity"])
+    parser.add_argument("--pending", type=int, default=128, help="groups in flight at most")
     parser.add_argument("--workers", type=int, default=1, help="rollout workers")
     parser.add_argument("--agents", type=int, default=1, help="agent-loop actors")
     parser.add_argument("--no-limit", action="store_true", help="leave the bare actors out")

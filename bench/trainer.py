@@ -24,9 +24,11 @@ from typing import Any
 
 import numpy as np
 import torch
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
 from torch import Tensor
 from torch.nn.functional import log_softmax
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from raypost.config import parse_config
 from raypost.packed import PackedGroups, pack_groups
@@ -145,12 +147,7 @@ def trl_step(args: argparse.Namespace, packed: PackedGroups, folder: str) -> Ste
         from trl import GRPOConfig, GRPOTrainer
     except ImportError:
         return None
-    from transformers import PreTrainedTokenizerFast
-
     words = {f"w{i}": i for i in range(args.vocab)}
-    from tokenizers import Tokenizer
-    from tokenizers.models import WordLevel
-
     tokenizer = PreTrainedTokenizerFast(
         tokenizer_object=Tokenizer(WordLevel(words, "w0")), eos_token="w1", pad_token="w2"
     )
@@ -275,7 +272,8 @@ def main() -> None:
         parser.add_argument(f"--{name}", type=int, default=default)
     parser.add_argument("--part", choices=["all", "step", "head"], default="all")
     args = parser.parse_args()
-    os.environ |= {"DS_ACCELERATOR": "cpu", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0", "LOCAL_SIZE": "1"}
+    os.environ |= {"DS_ACCELERATOR": "cpu", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0", "LOCAL_SIZE": "1",
+                   "RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0"}  # fmt: skip
     torch.set_num_threads(args.threads)
     if args.part != "head":
         compare(args, lognormal=False)

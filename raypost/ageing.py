@@ -82,18 +82,17 @@ class Ageing:
         """Mask the tokens of `batch` that have reached their task's token threshold at `train_step`."""
         bounds = self._thresholds(batch.tasks, lambda one: one.token_stale_threshold)
         if (bounds < NEVER).any():
-            ends = np.append(group_starts(batch), batch.num_samples)
-            tokens = np.diff(batch.response_offsets[ends])
-            batch.masks[:] &= fresh_tokens(batch.versions, train_step, np.repeat(bounds, tokens))
+            runs = np.diff(batch.run_offsets[np.append(group_starts(batch), batch.num_samples)])
+            batch.run_masks[:] &= fresh_tokens(batch.run_versions, train_step, np.repeat(bounds, runs))
 
     def _ages(self, packed: PackedGroups) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         """(oldest version, first train step at which it is expired) of every trajectory."""
-        oldest = oldest_versions(packed.versions, packed.response_offsets)
+        oldest = oldest_versions(packed.run_versions, packed.run_offsets)
         bounds = self._thresholds(packed.tasks, lambda one: one.stale_threshold)
         token_bounds = self._thresholds(packed.tasks, lambda one: one.token_stale_threshold)
         newest = np.full(len(oldest), NEVER)
         if (token_bounds < NEVER).any():
-            newest = newest_trained_versions(packed.versions, packed.masks, packed.response_offsets)
+            newest = newest_trained_versions(packed.run_versions, packed.run_masks, packed.run_offsets)
         sizes = packed.group_sizes
         return oldest, expiry_steps(oldest, newest, np.repeat(bounds, sizes), np.repeat(token_bounds, sizes))
 

@@ -174,6 +174,8 @@ class SftConfig(ConfigModel):
     """JSONL file, {"prompt": ..., "response": ...} a line."""
     samples: Annotated[int, Field(ge=1)]
     """Examples a train step."""
+    chat: bool = False
+    """Wrap each prompt in the tokenizer's chat template as one user message."""
     coefficient: Annotated[float, Field(gt=0)] = 0.1
     """Weight of their mean cross entropy, in nats a token, in the loss."""
 

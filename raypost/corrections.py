@@ -141,8 +141,8 @@ def level_ratios(level: Level, gap_T: Tensor, rows_T: Tensor, num_rows: int) -> 
 
 
 def inside(ratio_T: Tensor, lower: float | None, upper: float | None) -> Tensor:
-    """bool: lower <= ratio <= upper, where None bounds nothing; a ratio that is NaN is outside."""
-    keep_T = ~ratio_T.isnan()
+    """bool: lower <= ratio <= upper, where None bounds nothing; NaN is outside of any bound."""
+    keep_T = torch.ones_like(ratio_T, dtype=torch.bool)
     if lower is not None:
         keep_T = keep_T & (ratio_T >= lower)
     if upper is not None:

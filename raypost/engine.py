@@ -29,6 +29,7 @@ from torch import Tensor, nn
 
 from raypost.config import Config
 from raypost.errors import CheckpointError
+from raypost.lora import MergedWeight
 from raypost.weights import Bytes
 
 _TAG = "deepspeed"
@@ -113,7 +114,7 @@ class Engine:
     # ---------------------------------------------------------------- weights
 
     def gather(
-        self, weights: Iterator[tuple[str, Tensor]], dtype: torch.dtype
+        self, weights: Iterator[tuple[str, Tensor | MergedWeight]], dtype: torch.dtype
     ) -> Iterator[tuple[str, Bytes, str, tuple[int, ...]]]:
         """(name, flat bytes, dtype, shape) of every weight, on rank 0; nothing elsewhere.
 
@@ -121,11 +122,11 @@ class Engine:
         only until the next are asked for.
         """
         for chunk in _chunks(weights, self._train.bucket_mb * 2**20):
-            partitioned = [tensor for _, tensor in chunk if hasattr(tensor, "ds_id")]
+            partitioned = [part for _, weight in chunk for part in _parts(weight) if hasattr(part, "ds_id")]
             with deepspeed.zero.GatheredParameters(partitioned, enabled=bool(partitioned)):
                 if self._rank == 0:
-                    for name, tensor in chunk:
-                        yield name, *_as_bytes(tensor, dtype)
+                    for name, weight in chunk:
+                        yield name, *_as_bytes(weight, dtype)
 
     # ---------------------------------------------------------------- state
 
@@ -227,23 +228,30 @@ def _deepspeed_config(config: Config, world_size: int) -> dict[str, Any]:
     }
 
 
-def _size(tensor: Tensor) -> int:
-    return getattr(tensor, "ds_numel", tensor.numel()) * tensor.element_size()
+Weight = Tensor | MergedWeight
 
 
-def _chunks(weights: Iterator[tuple[str, Tensor]], max_bytes: int) -> Iterator[list[tuple[str, Tensor]]]:
-    chunk: list[tuple[str, Tensor]] = []
-    for name, tensor in weights:
-        if chunk and sum(_size(other) for _, other in chunk) + _size(tensor) > max_bytes:
+def _parts(weight: Weight) -> tuple[Tensor, ...]:
+    return weight.parts if isinstance(weight, MergedWeight) else (weight,)
+
+
+def _size(weight: Weight) -> int:
+    return sum(getattr(part, "ds_numel", part.numel()) * part.element_size() for part in _parts(weight))
+
+
+def _chunks(weights: Iterator[tuple[str, Weight]], max_bytes: int) -> Iterator[list[tuple[str, Weight]]]:
+    chunk: list[tuple[str, Weight]] = []
+    for name, weight in weights:
+        if chunk and sum(_size(other) for _, other in chunk) + _size(weight) > max_bytes:
             yield chunk
             chunk = []
-        chunk.append((name, tensor))
+        chunk.append((name, weight))
     if chunk:
         yield chunk
 
 
-def _as_bytes(tensor: Tensor, dtype: torch.dtype) -> tuple[Bytes, str, tuple[int, ...]]:
-    tensor = tensor.detach()
+def _as_bytes(weight: Weight, dtype: torch.dtype) -> tuple[Bytes, str, tuple[int, ...]]:
+    tensor = weight.value() if isinstance(weight, MergedWeight) else weight.detach()
     if tensor.is_floating_point():
         tensor = tensor.to(dtype)
     flat = tensor.cpu().contiguous().reshape(-1).view(torch.uint8).numpy()

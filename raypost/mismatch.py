@@ -65,19 +65,21 @@ class LagSums:
         """
         total = cls.zero()
         gap_T = np.asarray(trainer_T, np.float64) - np.asarray(rollout_T, np.float64)
-        lags_T = np.clip(lags_T, 0, MAX_LAG)
         limited_T = np.clip(gap_T, -_LOG_LIMIT, _LOG_LIMIT)
-        ratio_T = np.exp(limited_T)
-        ones_T, kept = np.ones_like(gap_T), np.asarray(keep_T, bool)
+        ratio_T, size_T = np.exp(limited_T), np.abs(gap_T)
         k3_T = np.expm1(limited_T) - limited_T
-        for column, values_T in enumerate((ones_T, np.abs(gap_T), -gap_T, k3_T, ratio_T, ratio_T**2)):
-            total.sums[:, column] = np.bincount(lags_T, values_T, MAX_LAG + 1)
-        for column, values_T in enumerate((weights_T, ones_T, clipped_T, step_ratio_T), _WEIGHT):
-            total.sums[:, column] = np.bincount(lags_T[kept], np.asarray(values_T)[kept], MAX_LAG + 1)
-        for column, values_T in enumerate((np.abs(gap_T), ratio_T, -ratio_T)):
-            np.maximum.at(total.maxima[:, column], lags_T, values_T)
-        for column, sign in ((_MAX_STEP_RATIO, 1), (_MIN_STEP_RATIO, -1)):
-            np.maximum.at(total.maxima[:, column], lags_T[kept], sign * np.asarray(step_ratio_T)[kept])
+        of_all = np.stack([np.ones_like(gap_T), size_T, -gap_T, k3_T, ratio_T, ratio_T**2])
+        of_kept = np.stack([np.asarray(weights_T, np.float64), of_all[0], clipped_T, step_ratio_T])
+        lags_T, kept_T = np.clip(lags_T, 0, MAX_LAG), np.asarray(keep_T, bool)
+        for lag in np.flatnonzero(np.bincount(lags_T, minlength=MAX_LAG + 1)):
+            here = lags_T == lag
+            kept = here & kept_T
+            total.sums[lag, :_WEIGHT] = of_all[:, here].sum(1)
+            total.sums[lag, _WEIGHT:] = of_kept[:, kept].sum(1)
+            ratios, steps = ratio_T[here], of_kept[-1, kept]
+            total.maxima[lag, :_MAX_STEP_RATIO] = size_T[here].max(), ratios.max(), -ratios.min()
+            if len(steps):
+                total.maxima[lag, _MAX_STEP_RATIO:] = steps.max(), -steps.min()
         return total
 
     def __add__(self, other: LagSums) -> LagSums:

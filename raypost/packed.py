@@ -1,10 +1,12 @@
 """PackedGroups: groups as a few flat arrays, the form in which they cross processes, are stored and journaled.
 
-Owns the columnar layout, cutting and joining it, and its bytes on disk. A group's details (texts, metadata,
-sampling parameters) travel as one pickled row a group, which nobody on the way opens.
+Owns the columnar layout, cutting and joining it, and its bytes on disk. Versions and masks, which rarely change
+within a trajectory, are kept as runs. A group's details (texts, metadata, sampling parameters) travel as one
+pickled row a group, which nobody on the way opens.
 
 Invariants: `unpack_groups(pack_groups(groups))` equals `groups`; `join_groups(split_groups(packed))` equals
-`packed`; what `split_groups` and `join_groups` return shares no memory with what they were given.
+`packed`; what `split_groups` and `join_groups` return shares no memory with what they were given, and its
+tokens and details with nothing.
 """
 
 from __future__ import annotations
@@ -21,13 +23,14 @@ from numpy.typing import NDArray
 from raypost.types import Group, GroupKey, IntArray, MaskArray, RolloutState, Status
 
 _RESPONSE = ("response_ids", "logprobs", "policy_versions", "response_mask")
-_COLUMNS = ("prompt_ids", *_RESPONSE)
-_COLUMN_TYPES = (np.int32, np.int32, np.float32, np.int32, np.bool_)
+_DENSE = ("prompt_ids", *_RESPONSE)
+_DENSE_TYPES = (np.int32, np.int32, np.float32, np.int32, np.bool_)
+_COLUMN_TYPES = (np.int32, np.int32, np.float32, np.int32, np.bool_, np.int32)
 _FACTS = ("task", "group_id", "status", "num_aborts")
 _DETAILS = tuple(
     name
     for name in RolloutState.__slots__  # type: ignore[attr-defined]
-    if name not in (*_COLUMNS, *_FACTS)
+    if name not in (*_DENSE, *_FACTS)
 )
 _STATUSES = tuple(Status)
 _CODES = {status: code for code, status in enumerate(_STATUSES)}
@@ -40,9 +43,9 @@ _ALIGNMENT = 8
 class PackedGroups:
     """G groups of N trajectories in all. Trajectories of a group stand together, groups in their order.
 
-    `columns[c]` concatenates column c (prompt ids, response ids, logprobs, versions, mask) of all N
-    trajectories; trajectory n has entries `offsets[c][n]:offsets[c][n+1]`. The four response columns share
-    their offsets.
+    `columns[c]` concatenates column c of all N trajectories; trajectory n has entries
+    `offsets[c][n]:offsets[c][n+1]`. The columns are prompt ids; ids and logprobs of the response; and version,
+    mask and length of every run, a stretch of the response whose tokens have one version and one mask.
     """
 
     tasks: tuple[str, ...]
@@ -59,6 +62,8 @@ class PackedGroups:
     prompt_offsets: NDArray[np.int64]
     """[N + 1]"""
     response_offsets: NDArray[np.int64]
+    """[N + 1]"""
+    run_offsets: NDArray[np.int64]
     """[N + 1]"""
     details: NDArray[np.uint8]
     """Bytes of group g: `details[detail_offsets[g]:detail_offsets[g + 1]]`."""
@@ -89,7 +94,8 @@ class PackedGroups:
     @property
     def offsets(self) -> tuple[NDArray[np.int64], ...]:
         """Offsets of every column."""
-        return (self.prompt_offsets, *(self.response_offsets,) * len(_RESPONSE))
+        tokens, runs = self.response_offsets, self.run_offsets
+        return (self.prompt_offsets, tokens, tokens, runs, runs, runs)
 
     @property
     def header(self) -> list[dict[str, Any]]:
@@ -109,14 +115,24 @@ class PackedGroups:
         ]
 
     @property
-    def versions(self) -> IntArray:
-        """Version of every response token of all trajectories."""
+    def run_versions(self) -> IntArray:
+        """Version of every run."""
         return cast(IntArray, self.columns[3])
 
     @property
-    def masks(self) -> MaskArray:
-        """Whether each response token of all trajectories is trained."""
+    def run_masks(self) -> MaskArray:
+        """Whether the tokens of every run are trained."""
         return cast(MaskArray, self.columns[4])
+
+    @property
+    def versions(self) -> IntArray:
+        """Version of every response token of all trajectories; a new array."""
+        return cast(IntArray, np.repeat(self.columns[3], self.columns[5]))
+
+    @property
+    def masks(self) -> MaskArray:
+        """Whether each response token of all trajectories is trained; a new array."""
+        return cast(MaskArray, np.repeat(self.columns[4], self.columns[5]))
 
     def _rows(self, group: int) -> list[tuple[Any, ...]]:
         start, end = self.detail_offsets[group], self.detail_offsets[group + 1]
@@ -162,23 +178,39 @@ def pack_groups(groups: Sequence[Group]) -> PackedGroups:
         pickle.dumps([tuple(getattr(state, name) for name in _DETAILS) for state in group.states], 5)
         for group in groups
     ]
+    columns = {
+        name: np.concatenate([np.empty(0, dtype), *(getattr(state, name) for state in states)]).astype(
+            dtype, copy=False
+        )
+        for name, dtype in zip(_DENSE, _DENSE_TYPES, strict=True)
+    }
+    offsets = _offsets([len(state.response_ids) for state in states])
+    runs, run_offsets = _runs(columns.pop("policy_versions"), columns.pop("response_mask"), offsets)
     return PackedGroups(
         tasks=tuple(group.task for group in groups),
         group_ids=np.asarray([group.group_id for group in groups], np.int64),
         group_sizes=np.asarray([len(group.states) for group in groups], np.int32),
         status_codes=np.asarray([_CODES[state.status] for state in states], np.int8),
         num_aborts=np.asarray([state.num_aborts for state in states], np.int32),
-        columns=tuple(
-            np.concatenate([np.empty(0, dtype), *(getattr(state, name) for state in states)]).astype(
-                dtype, copy=False
-            )
-            for name, dtype in zip(_COLUMNS, _COLUMN_TYPES, strict=True)
-        ),
+        columns=(*columns.values(), *runs),
         prompt_offsets=_offsets([len(state.prompt_ids) for state in states]),
-        response_offsets=_offsets([len(state.response_ids) for state in states]),
+        response_offsets=offsets,
+        run_offsets=run_offsets,
         details=np.frombuffer(b"".join(details), np.uint8),
         detail_offsets=_offsets([len(one) for one in details]),
     )
+
+
+def _runs(
+    versions: NDArray[Any], mask: NDArray[Any], offsets: NDArray[np.int64]
+) -> tuple[tuple[NDArray[Any], ...], NDArray[np.int64]]:
+    """(version, mask, length) of every run, and where the runs of each trajectory begin."""
+    begins = np.ones(len(versions), np.bool_)
+    begins[1:] = (versions[1:] != versions[:-1]) | (mask[1:] != mask[:-1])
+    begins[offsets[:-1][np.diff(offsets) > 0]] = True
+    starts = np.flatnonzero(begins)
+    lengths = np.diff(starts, append=len(versions)).astype(np.int32)
+    return (versions[starts], mask[starts], lengths), np.searchsorted(starts, offsets).astype(np.int64)
 
 
 def unpack_groups(packed: PackedGroups) -> list[Group]:
@@ -186,7 +218,8 @@ def unpack_groups(packed: PackedGroups) -> list[Group]:
     groups, n = [], 0
     prompts, responses = packed.prompt_offsets.tolist(), packed.response_offsets.tolist()
     codes, aborts = packed.status_codes.tolist(), packed.num_aborts.tolist()
-    prompt_ids, *response = packed.columns
+    prompt_ids, *tokens = packed.columns[:3]
+    response = (*tokens, packed.versions, packed.masks)
     for g, (task, group_id) in enumerate(packed.keys):
         states = []
         for row in packed._rows(g):
@@ -217,26 +250,38 @@ def split_groups(packed: PackedGroups) -> list[PackedGroups]:
     """Every group alone, with arrays of its own."""
     bounds = np.concatenate([[0], np.cumsum(packed.group_sizes)])
     starts = bounds.tolist()
-    prompts, responses = packed.prompt_offsets[bounds].tolist(), packed.response_offsets[bounds].tolist()
+    prompts, responses, runs = (
+        offsets[bounds].tolist()
+        for offsets in (packed.prompt_offsets, packed.response_offsets, packed.run_offsets)
+    )
     details = packed.detail_offsets.tolist()
-    prompt_ids, *response = packed.columns
+    prompt_ids, ids, logprobs, *run_columns = packed.columns
+    # Copied once: to cut a few bytes out of a copy costs less than to copy them.
+    versions, masks, lengths = (column.copy() for column in run_columns)
+    group_ids, sizes = packed.group_ids.copy(), packed.group_sizes.copy()
+    codes, aborts = packed.status_codes.copy(), packed.num_aborts.copy()
     alone = []
     for g, task in enumerate(packed.tasks):
         n, end = starts[g], starts[g + 1]
-        tokens = slice(responses[g], responses[g + 1])
+        tokens, of_runs = slice(responses[g], responses[g + 1]), slice(runs[g], runs[g + 1])
         alone.append(
             PackedGroups(
                 (task,),
-                packed.group_ids[g : g + 1].copy(),
-                packed.group_sizes[g : g + 1].copy(),
-                packed.status_codes[n:end].copy(),
-                packed.num_aborts[n:end].copy(),
+                group_ids[g : g + 1],
+                sizes[g : g + 1],
+                codes[n:end],
+                aborts[n:end],
                 (
                     prompt_ids[prompts[g] : prompts[g + 1]].copy(),
-                    *(column[tokens].copy() for column in response),
+                    ids[tokens].copy(),
+                    logprobs[tokens].copy(),
+                    versions[of_runs],
+                    masks[of_runs],
+                    lengths[of_runs],
                 ),
                 packed.prompt_offsets[n : end + 1] - prompts[g],
                 packed.response_offsets[n : end + 1] - responses[g],
+                packed.run_offsets[n : end + 1] - runs[g],
                 packed.details[details[g] : details[g + 1]].copy(),
                 packed.detail_offsets[g : g + 2] - details[g],
             )
@@ -258,6 +303,7 @@ def join_groups(parts: Sequence[PackedGroups]) -> PackedGroups:
         columns=tuple(np.concatenate(column) for column in columns),
         prompt_offsets=_joined([part.prompt_offsets for part in parts]),
         response_offsets=_joined([part.response_offsets for part in parts]),
+        run_offsets=_joined([part.run_offsets for part in parts]),
         details=np.concatenate([part.details for part in parts]),
         detail_offsets=_joined([part.detail_offsets for part in parts]),
     )
@@ -284,7 +330,7 @@ def to_plain(packed: PackedGroups) -> dict[str, Any]:
     """The groups as plain data and arrays, for a checkpoint: reading it runs no code from the file."""
     return {
         "header": packed.header,
-        "columns": list(packed.columns),
+        "columns": [*packed.columns[:3], packed.versions, packed.masks],
         "offsets": [packed.prompt_offsets, packed.response_offsets],
         "group_sizes": packed.group_sizes,
     }
@@ -298,7 +344,7 @@ def from_plain(plain: dict[str, Any]) -> PackedGroups:
         arrays: dict[str, Any] = {
             name: column[offsets[n] : offsets[n + 1]]
             for name, column, offsets in zip(
-                _COLUMNS, columns, (prompts, *(responses,) * len(_RESPONSE)), strict=True
+                _DENSE, columns, (prompts, *(responses,) * len(_RESPONSE)), strict=True
             )
         }
         states.append(RolloutState(**row, **arrays))
@@ -324,20 +370,19 @@ def _arrays(packed: PackedGroups) -> tuple[NDArray[Any], ...]:
         *packed.columns,
         packed.prompt_offsets,
         packed.response_offsets,
+        packed.run_offsets,
         packed.details,
         packed.detail_offsets,
     )
 
 
 def _from_arrays(tasks: tuple[str, ...], arrays: Sequence[Any]) -> PackedGroups:
-    group_ids, group_sizes, status_codes, num_aborts, *columns = arrays[: 4 + len(_COLUMNS)]
-    return PackedGroups(
-        tasks, group_ids, group_sizes, status_codes, num_aborts, tuple(columns), *arrays[4 + len(_COLUMNS) :]
-    )
+    facts, columns, rest = arrays[:4], arrays[4:-5], arrays[-5:]
+    return PackedGroups(tasks, *facts, tuple(columns), *rest)  # type: ignore[call-arg]
 
 
 _ARRAY_TYPES = (
-    np.int64, np.int32, np.int8, np.int32, *_COLUMN_TYPES, np.int64, np.int64, np.uint8, np.int64
+    np.int64, np.int32, np.int8, np.int32, *_COLUMN_TYPES, *(np.int64,) * 3, np.uint8, np.int64
 )  # fmt: skip
 _PADDING = bytes(_ALIGNMENT)
 

@@ -27,6 +27,7 @@ from raypost.config import Config
 from raypost.corrections import correct, proximal_logprobs
 from raypost.engine import Engine, Frozen, start_process_group
 from raypost.head import Sampling
+from raypost.lora import MergedWeight, add_adapters, merged_weights, without_adapters
 from raypost.losses import LossTokens, load_policy_loss, policy_objective
 from raypost.packed import PackedGroups
 from raypost.packing import MicroBatch, packing_rule
@@ -63,9 +64,12 @@ class PolicyRank(Rank):
         torch.manual_seed(config.seed)
         self._model_path = model_path
         model = load_model(model_path, config.model.dtype, train.gradient_checkpointing)
+        cost = pair_cost(model)
+        if train.lora is not None:
+            add_adapters(model, train.lora)
         self._policy = Policy(model, train.logits_mb * 2**20)
         self._policy.set_entropy_gradient(train.loss.entropy_coefficient != 0)
-        rule = packing_rule(train, pair_cost(model))
+        rule = packing_rule(train, cost)
         engine = Engine(config, self._policy, rank, world_size, kind="policy")
         super().__init__(config, engine, rule, rank, world_size)
         self._policy_loss = load_policy_loss(train.loss.kind)
@@ -73,7 +77,7 @@ class PolicyRank(Rank):
         if train.packing:
             check_packing(engine, self._policy, config.max_model_len)
         self._reference: Frozen | None = None
-        if train.needs_ref_logprobs:
+        if train.needs_ref_logprobs and train.lora is None:
             self._reference = self._frozen_reference()
 
     def _frozen_reference(self) -> Frozen:
@@ -94,10 +98,13 @@ class PolicyRank(Rank):
 
     def compute_ref_logprobs(self, packed: PackedGroups) -> Column:
         """The same under the frozen reference. A collective. Raises ValueError without one."""
-        reference = self._reference
-        if reference is None:
+        if not self._train.needs_ref_logprobs:
             raise ValueError("there is no reference: it is loaded if train.loss.kl.coefficient is positive")
-        return self._column(packed, lambda micro: self._forward(micro, reference)[0])
+        if self._reference is None:
+            # The adapters are all that sets the policy apart from what it was.
+            with without_adapters(self._policy.model):
+                return self._column(packed, lambda micro: self._forward(micro)[0])
+        return self._column(packed, lambda micro: self._forward(micro, self._reference)[0])
 
     def compute_advantages(
         self,
@@ -214,11 +221,15 @@ class PolicyRank(Rank):
         return result
 
     def gather_weights(self) -> Iterator[tuple[str, Bytes, str, tuple[int, ...]]]:
-        """(checkpoint name, flat bytes, dtype, shape) of every weight, on rank 0; nothing elsewhere.
+        """(checkpoint name, flat bytes, dtype, shape) of every weight, on rank 0; nothing elsewhere. Adapters are
+        merged.
 
         A collective at ZeRO 3: every rank must exhaust it. Bytes are valid only until the next are asked for.
         """
-        return self._engine.gather(self._policy.named_weights(), DTYPES[self._config.model.dtype])
+        weights: Iterator[tuple[str, Tensor | MergedWeight]] = self._policy.named_weights()
+        if self._train.lora is not None:
+            weights = merged_weights(self._policy.named_weights(), self._policy.model)
+        return self._engine.gather(weights, DTYPES[self._config.model.dtype])
 
     def save_hf(self, path: Path) -> None:
         """Write the model as a Hugging Face folder (safetensors) with its tokenizer. A collective."""

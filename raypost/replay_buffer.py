@@ -150,7 +150,7 @@ class ReplayBuffer:
         for record in old:
             retry = self._ageing.limits_of(record.key[0]).retry
             if not has_status(record.packed, Status.EXPIRED):
-                mean = record.packed.versions.size / record.packed.num_samples
+                mean = int(record.packed.response_offsets[-1]) / record.packed.num_samples
                 expired.append(ExpiredGroup(key=record.key, stored=retry, mean_tokens=mean))
             if retry:
                 kept.append(self._ageing.reset(record, train_step))

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from bisect import bisect_left, insort
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from raypost.packed import PackedGroups
 from raypost.types import GroupKey, Status
@@ -30,6 +30,11 @@ class Record:
     """Version of its oldest token, NEVER without one."""
     expires_at: int
     """First train step at which one of its members is expired."""
+    nbytes: int = field(init=False)
+    """Bytes it pins; asked for at every move."""
+
+    def __post_init__(self) -> None:
+        self.nbytes = self.packed.nbytes
 
 
 class Held:
@@ -74,7 +79,7 @@ class Held:
     def _count(self, record: Record, sign: int) -> None:
         count = self._counts.setdefault(record.key[0], [0, 0])
         count[0] += sign
-        count[1] += sign * record.packed.nbytes
+        count[1] += sign * record.nbytes
 
 
 _Place = tuple[int, int, GroupKey]
@@ -112,7 +117,7 @@ class Shelves:
         self._records[key] = record
         shelf = (key[0], record.status)
         insort(self._places.setdefault(shelf, []), self._place(record))
-        self._nbytes[shelf] = self._nbytes.get(shelf, 0) + record.packed.nbytes
+        self._nbytes[shelf] = self._nbytes.get(shelf, 0) + record.nbytes
 
     def remove(self, key: GroupKey) -> Record | None:
         """Take the record of that key out; None if there is none."""
@@ -121,7 +126,7 @@ class Shelves:
             shelf = (key[0], record.status)
             places = self._places[shelf]
             del places[bisect_left(places, self._place(record))]
-            self._nbytes[shelf] -= record.packed.nbytes
+            self._nbytes[shelf] -= record.nbytes
         return record
 
     def in_order(self, task: str, status: Status) -> Iterator[Record]:

@@ -25,6 +25,16 @@ class CriticConfig(ConfigModel):
     learning_rate: Annotated[float, Field(gt=0)] = 1e-5
 
 
+class LoraConfig(ConfigModel):
+    """Low-rank adapters: all that is trained of a model that stays as it is otherwise."""
+
+    rank: Annotated[int, Field(ge=1)] = 16
+    alpha: Annotated[float, Field(gt=0)] = 32
+    """Adapters add alpha / rank times their product."""
+    target_modules: Literal["all-linear"] | tuple[str, ...] = "all-linear"
+    """Ends of the names of the layers that are adapted; all-linear: all but the head."""
+
+
 class TrainConfig(ConfigModel):
     """The trainer group and the optimisation."""
 
@@ -47,7 +57,7 @@ class TrainConfig(ConfigModel):
     start; false for a model that cannot."""
     share_prompts: Literal["auto", "off"] = "auto"
     """auto: a prompt is computed once for the trajectories of a group where that takes less time; needs packing."""
-    logits_mb: Annotated[int, Field(ge=1)] = 256
+    logits_mb: Annotated[int, Field(ge=1)] = 512
     """Upper bound of the logits that exist at a time, MiB of float32; what needs more is computed in chunks, and
     again in the backward pass."""
     num_minibatches: Annotated[int, Field(ge=1)] = 1
@@ -59,6 +69,8 @@ class TrainConfig(ConfigModel):
     correction: CorrectionConfig = CorrectionConfig()
     critic: CriticConfig | None = None
     """Needed by, and only used with, the advantage `gae`."""
+    lora: LoraConfig | None = None
+    """Train adapters of the policy only; null: train all of it."""
     sft: SftConfig | None = None
     """Supervised examples mixed into every step; null: none."""
     learning_rate: Annotated[float, Field(gt=0)] = 1e-6
@@ -87,7 +99,9 @@ class TrainConfig(ConfigModel):
     @model_validator(mode="after")
     def _critic_has_a_use(self) -> TrainConfig:
         if (self.advantage.kind == "gae") != (self.critic is not None):
-            lacks = "but train.critic is null: set it" if self.critic is None else "which has no use for a critic"
+            lacks = (
+                "but train.critic is null: set it" if self.critic is None else "which has no use for a critic"
+            )
             raise ValueError(f"train.advantage.kind is {self.advantage.kind!r}, {lacks}")
         return self
 
@@ -113,4 +127,4 @@ class TrainConfig(ConfigModel):
         if self.critic is None:
             raise ValueError("train.critic is null: there is no critic")
         own = {name: getattr(self.critic, name) for name in CriticConfig.model_fields if name != "name"}
-        return self.model_copy(update=own)
+        return self.model_copy(update=own | {"lora": None})

@@ -184,7 +184,11 @@ def _problems(report: dict[str, Any], record: RunRecord) -> list[str]:
 
 
 def _bias(bias: dict[str, Any] | None) -> list[str]:
-    if bias is None or bias["ratio"] is None or bias["share"] < BIASED_SHARE or bias["ratio"] < BIASED_RATIO:
+    # What is generated again is trained in the end, however long it is: only what is dropped biases.
+    if bias is None or bias["ratio"] is None or bias["ratio"] < BIASED_RATIO:
+        return []
+    dropped, trained = bias["dropped"]["groups"], bias["trained"]["groups"]
+    if dropped < BIASED_SHARE * (dropped + trained):
         return []
     return [
         f"training is biased towards short answers: {formatting.length_bias(bias)}; continue interrupted groups "

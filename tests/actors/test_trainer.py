@@ -337,6 +337,45 @@ async def test_a_critic_learns_beside_the_policy_and_is_saved_with_it(solo, mode
     await critic.shutdown()
 
 
+@pytest.mark.parametrize("stage", [1, 3])
+async def test_adapters_are_trained_alone_published_merged_and_the_reference_is_without_them(
+    solo, pair, model_path, tmp_path, stage
+):
+    loss = {"kl": {"coefficient": 0.1}}
+    losses = []
+    for group in (solo, pair):
+        config = make_config(
+            num_workers=len(group._workers), zero_stage=stage, lora={"rank": 4}, loss=loss, learning_rate=1e-2
+        )
+        await group._each("renew", config)
+        trainer = TrainerGroup(group._workers, config)
+        start, buckets = await trainer.publish(0)
+        plain = AutoModelForCausalLM.from_pretrained(model_path).state_dict()
+        for entry, data in views(start, ray.get(buckets)):
+            assert np.array_equal(data.view(np.float32), plain[entry.name].numpy().ravel()), entry.name
+        batch_ref = ray.put(make_batch(1))
+        before = ray.get(await trainer.compute_old_logprobs(batch_ref))
+        for step in (1, 2):
+            metrics = await fit(trainer, step)
+        assert metrics["reference_kl"] > 0
+        assert np.array_equal(ray.get(await trainer.compute_ref_logprobs(batch_ref)), before)
+        assert not np.array_equal(ray.get(await trainer.compute_old_logprobs(batch_ref)), before)
+        manifest, buckets = await trainer.publish(2)
+        changed = {e.name for e, d in views(manifest, ray.get(buckets))
+                   if not np.array_equal(d.view(np.float32), plain[e.name].numpy().ravel())}  # fmt: skip
+        assert len(changed) == 14 and all("_proj" in name for name in changed)
+        ids = np.arange(1, 13, dtype=np.int32)
+        expected = await trainer.canary(ids)
+        await trainer.save_hf(tmp_path / "merged")
+        model = AutoModelForCausalLM.from_pretrained(tmp_path / "merged")
+        with torch.no_grad():
+            log_p = torch.log_softmax(model(torch.from_numpy(ids.astype(np.int64))[None]).logits[0], -1)
+        got = log_p[:-1].gather(1, torch.from_numpy(ids[1:].astype(np.int64))[:, None])[:, 0].numpy()
+        assert np.abs(got - expected).max() < 1e-5
+        losses.append(metrics["loss"])
+    assert losses[0] == pytest.approx(losses[1], abs=1e-5)
+
+
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 async def test_bfloat16_weights_move_by_less_than_they_can_hold(solo, stage):
     # In bfloat16 itself, a step of 1e-5 would be lost on nearly every weight.

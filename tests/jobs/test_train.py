@@ -8,12 +8,14 @@ import signal
 import subprocess
 import sys
 import time
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
+import yaml
 
 from jobs.private_cluster import PrivateCluster
 
@@ -33,10 +35,17 @@ pytestmark = pytest.mark.timeout(900)
 class Job:
     """One run of jobs.train as a process of its own, on the given cluster."""
 
-    def __init__(self, cluster: PrivateCluster, folder: Path, name: str, *overrides: str) -> None:
+    def __init__(
+        self,
+        cluster: PrivateCluster,
+        folder: Path,
+        name: str,
+        *overrides: str,
+        config: str = "jobs/recipes/quickstart.yaml",
+    ) -> None:
         self.run_dir = folder / "runs" / name
         self.log = folder / f"{name}-{time.monotonic_ns()}.log"
-        command = [sys.executable, "-m", "jobs.train", "--config", "jobs/recipes/quickstart.yaml"]
+        command = [sys.executable, "-m", "jobs.train", "--config", config]
         command += ["--name", name, "--runs-dir", str(folder / "runs")]
         command += [f"model.cache_dir={folder / 'cache'}", *SMALL, *overrides]
         with self.log.open("w") as output:
@@ -135,9 +144,9 @@ def test_quickstart_trains_syncs_and_accounts_for_every_group(
         assert (job.run_dir / name).stat().st_size > 0
 
 
-@pytest.mark.parametrize(("max_staleness", "bound"), [(0, 0), (2, 2)])
+@pytest.mark.parametrize(("max_staleness", "pause_mode"), [(0, "abort"), (2, "keep")])
 def test_no_group_is_trained_beyond_its_staleness_bound(
-    private_cluster: PrivateCluster, folder: Path, max_staleness: int, bound: int
+    private_cluster: PrivateCluster, folder: Path, max_staleness: int, pause_mode: str
 ) -> None:
     job = Job(
         private_cluster,
@@ -147,16 +156,17 @@ def test_no_group_is_trained_beyond_its_staleness_bound(
         "eval.num_prompts=0",
         f"tasks.0.strategy.max_staleness={max_staleness}",
         "tasks.0.strategy.over_sample_threshold=1.0",
+        f"sync.pause_mode={pause_mode}",
     )
     assert job.wait() == 0, job.output()
     staleness = [age for record in job.steps() for age in record["staleness"]]
     assert len(staleness) == 8 * 4
-    assert max(staleness) <= bound
+    assert max(staleness) <= max_staleness
     assert job.report()["staleness_max"] == max(staleness)
     assert_adds_up(job.report())
 
 
-def test_two_workers_two_ranks_and_a_killed_engine_lose_no_group(
+def test_two_workers_two_ranks_a_killed_engine_and_a_killed_buffer_lose_no_group(
     private_cluster: PrivateCluster, folder: Path
 ) -> None:
     job = Job(
@@ -169,11 +179,13 @@ def test_two_workers_two_ranks_and_a_killed_engine_lose_no_group(
         "train.num_workers=2",
         "train.zero_stage=2",
     )
-    before = rollout_workers()
+    before = processes("RolloutWorker"), processes("ReplayBufferActor")
     job.until_step(2)
-    started = rollout_workers() - before
-    assert len(started) == 2
-    os.kill(min(started), signal.SIGKILL)
+    engines, [buffer] = processes("RolloutWorker") - before[0], processes("ReplayBufferActor") - before[1]
+    assert len(engines) == 2
+    os.kill(min(engines), signal.SIGKILL)
+    job.until_step(4)
+    os.kill(buffer, signal.SIGKILL)
     assert job.wait() == 0, job.output()
     report = job.report()
     assert report["status"] == "finished" and report["steps"] == 14
@@ -182,12 +194,50 @@ def test_two_workers_two_ranks_and_a_killed_engine_lose_no_group(
     assert "restarts and catches up" in job.output() or report["groups"]["failed"] == 0
 
 
-def rollout_workers() -> set[int]:
+def processes(role: str) -> set[int]:
     return {
         process.info["pid"]
         for process in psutil.process_iter(["pid", "cmdline"])
-        if "ray::RolloutWorker" in " ".join(process.info["cmdline"] or [])
+        if f"ray::{role}" in " ".join(process.info["cmdline"] or [])
     }
+
+
+def test_two_tasks_at_their_own_pace_one_of_them_in_an_environment(
+    private_cluster: PrivateCluster, folder: Path
+) -> None:
+    """Admission by capacity beside a synchronous task, a schedule of weights, a sync that waits, a bounded buffer."""
+    recipe = yaml.safe_load((ROOT / "jobs/recipes/quickstart.yaml").read_text())
+    [sums] = recipe["tasks"]
+    sums |= {"group_size": 4, "strategy": {"admission": "capacity"}, "weight_schedule": {3: 3.0}}
+    loop = {
+        "kind": "environment",
+        "environment": "tests.jobs.playground:AskTwice",
+        "params": {"reward": 0.5},
+        "max_turn_tokens": 8,
+    }
+    recipe["tasks"] = [sums, {**sums, "name": "game", "agent_loop": loop, "strategy": {"kind": "sync"}}]
+    recipe["tasks"][1]["weight_schedule"] = {}
+    path = folder / "two-tasks.yaml"
+    path.write_text(yaml.safe_dump(recipe))
+    job = Job(
+        private_cluster,
+        folder,
+        "two-tasks",
+        "train.num_steps=5",
+        "sync.pause_mode=wait",
+        "buffer.max_groups=10",
+        config=str(path),
+    )
+    assert job.wait() == 0, job.output()
+    assert_adds_up(job.report())
+    lines = [json.loads(line) for line in (job.run_dir / "ledger.jsonl").read_text().splitlines()]
+    trained = Counter((line["task"], line["step"]) for line in lines if line["event"] == "trained")
+    assert [trained["sums", step] for step in range(1, 6)] == [2, 2, 3, 3, 3]
+    assert [trained["game", step] for step in range(1, 6)] == [2, 2, 1, 1, 1]
+    rewards = {r for line in lines if line.get("task") == "game" for r in line.get("rewards", [])}
+    assert rewards <= {0.0, 0.5}
+    ages = {line["staleness"] for line in lines if line["event"] == "leased" and line["task"] == "game"}
+    assert ages == {0}
 
 
 def test_stopped_job_saves_and_the_same_command_continues(

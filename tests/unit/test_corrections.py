@@ -18,6 +18,7 @@ from raypost.corrections import (
     level_ratios,
     proximal_logprobs,
 )
+from raypost.sequences import row_means
 
 LEVELS = ("token", "sequence", "geometric")
 
@@ -110,6 +111,8 @@ def test_bounds_hold_where_ratios_overflow_and_nan_is_rejected():
     assert not got.weights_T.requires_grad and got.weights_T[:2].tolist() == [1.0, 2.0]
     assert got.keep_T.tolist() == [True, True, False]
     assert inside(torch.tensor([float("inf"), 0.0]), None, 5.0).tolist() == [False, True]
+    # The bounds themselves are inside.
+    assert inside(torch.tensor([0.5, 2.0, 0.49, 2.01]), 0.5, 2.0).tolist() == [True, True, False, False]
 
 
 def test_levels_need_no_order_and_a_sequence_without_tokens_harms_nothing():
@@ -118,6 +121,7 @@ def test_levels_need_no_order_and_a_sequence_without_tokens_harms_nothing():
     assert level_ratios("geometric", gaps, rows, 5).tolist() == pytest.approx(
         np.exp([0.2, 0.2, 0.2]).tolist()
     )
+    assert row_means(gaps, rows, 5).tolist() == pytest.approx([0.2, 0, 0, 0.2, 0])
     with pytest.raises(ValueError, match="unknown level 'group'"):
         level_ratios("group", gaps, rows, 5)
 

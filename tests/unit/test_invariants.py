@@ -104,24 +104,12 @@ def test_right_wrong_and_unknown_are_told_apart_from_engine_to_record(
     assert (str(done.status), done.reward, done.error is None) == (status, reward, status == "completed")
 
 
-async def judged(error: BaseException | None, rewards: list[float]) -> World:
-    """A world whose first group is judged with `rewards`, or not at all; the others are right."""
-    world = World(batch_size=2)
-    loop_of = {
-        True: SingleTurnAgentLoop(_Stop(world.pool), Scorer(rewards=error or rewards), decode),
-        False: SingleTurnAgentLoop(_Stop(world.pool), Scorer(), decode),
-    }
-    world.pool.run = lambda one: loop_of[one.group_id == 0].run(one)  # type: ignore[method-assign]
-    return world
-
-
-class _Stop:
-    def __init__(self, pool: Pool) -> None:
-        self.pool = pool
+class Stops:
+    """An engine that needs a second for a whole response."""
 
     async def generate(self, request: GenerateRequest) -> GenerateResult:
         await asyncio.sleep(1)
-        return result([9, STOP], "stop", self.pool.version or 0)
+        return result([9, STOP], "stop")
 
 
 @pytest.mark.parametrize(("error", "failed"), [(None, 0), (JudgeError("no verdict"), 1)])
@@ -129,7 +117,9 @@ def test_what_was_wrong_is_trained_with_zero_and_what_failed_is_not_trained(
     error: BaseException | None, failed: int
 ) -> None:
     async def main() -> None:
-        world = await judged(error, [0.0, 0.0])
+        world, wrong = World(batch_size=2), Scorer(rewards=error or [0.0, 0.0])
+        first, others = (SingleTurnAgentLoop(Stops(), judge, decode) for judge in (wrong, Scorer()))
+        world.pool.run = lambda one: (others if one.group_id else first).run(one)  # type: ignore[method-assign]
         async with producing(world):
             status, packed = await world.producer.take_batch(1)
             rewards = {one.group_id: {m.reward for m in one.states} for one in unpack_groups(packed)}

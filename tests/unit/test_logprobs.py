@@ -121,6 +121,8 @@ def test_nothing_is_cut_without_top_k_and_top_p_and_the_target_is_never_cut():
     assert sampling_support(logits, torch.tensor([2]), p, k + 1).tolist() == [[True, False, True]]
     assert sampling_support(logits, torch.tensor([0]), p * 0.5, k).tolist() == [[True, False, False]]
     assert sampling_support(logits, torch.tensor([0]), p * 0.8, k).tolist() == [[True, True, False]]
+    # The most likely token is always left, also where 1 - top_p rounds to 1.
+    assert sampling_support(logits, torch.tensor([2]), p * 1e-9, k).tolist() == [[True, False, True]]
     # Top-p holds within what top-k left: 0.6 / 0.9 suffices.
     assert sampling_support(logits, torch.tensor([0]), p * 0.65, k + 2).tolist() == [[True, False, False]]
     assert sampling_support(logits, torch.tensor([0]), p * 0.65, k).tolist() == [[True, True, False]]
