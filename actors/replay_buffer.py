@@ -11,6 +11,7 @@ with an event loop beside it.
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Coroutine, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
@@ -25,6 +26,8 @@ from raypost.replay_buffer import Order, ReplayBuffer
 from raypost.types import GroupKey, Status
 
 T = TypeVar("T")
+KEPT_BYTES = 256 << 20
+"""Freed memory that the process keeps at most."""
 
 
 class ReplayBufferActor:
@@ -49,6 +52,7 @@ class ReplayBufferActor:
                 "lost; continue from the last checkpoint, with buffer.journal on and the run folder on storage "
                 "that every node shares"
             )
+        _keep_freed_memory()
         self._buffer = ReplayBuffer(limits, bounds, order, journal)
 
     def __repr__(self) -> str:
@@ -84,6 +88,17 @@ class ReplayBufferActor:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         _now(self._buffer.load_state_dict(state))
+
+
+def _keep_freed_memory() -> None:
+    """Let malloc fill freed memory again: to give it back after every batch costs more than to copy the batch."""
+    libc = ctypes.CDLL(None)
+    if hasattr(libc, "mallopt"):
+        libc.mallopt(_M_MMAP_THRESHOLD, KEPT_BYTES // 4)
+        libc.mallopt(_M_TRIM_THRESHOLD, KEPT_BYTES)
+
+
+_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
 
 
 def _now(work: Coroutine[Any, Any, T]) -> T:

@@ -25,7 +25,7 @@ from typing import Any
 import ray
 from ray.actor import ActorHandle
 
-from actors.remote import ACTOR_ERRORS, within
+from actors.remote import ACTOR_ERRORS, CallBatches, ManyCalls, within
 from raypost.config import PauseMode, RolloutConfig
 from raypost.errors import (
     EngineLostError,
@@ -51,6 +51,8 @@ from raypost.weights import Manifest
 log = logging.getLogger(__name__)
 
 RECOVERY_TRIES = 5
+MANY_REQUESTS = 64
+"""Requests that travel together at most."""
 GONE = (*ACTOR_ERRORS, EngineLostError)
 """A worker that has to be brought back: it died, or Ray started it again before anybody noticed."""
 
@@ -68,6 +70,7 @@ class _Worker:
     name: str
     handle: ActorHandle
     spans: SpanLog
+    generate: ManyCalls
     state: WorkerState = WorkerState.STARTING
     outstanding: int = 0
     busy_since: float | None = None
@@ -89,14 +92,18 @@ class _Weights:
     buckets: list[ray.ObjectRef] = field(repr=False)
 
 
-class RolloutController:
+class RolloutController(CallBatches):
     """Routes generation to live workers and keeps the pool on one version."""
 
     def __init__(
         self, workers: dict[str, ActorHandle], rollout: RolloutConfig, sync_timeout_s: float
     ) -> None:
+        super().__init__()
         self._rollout, self._sync_timeout_s = rollout, sync_timeout_s
-        self._workers = [_Worker(name, handle, SpanLog(name)) for name, handle in workers.items()]
+        self._workers = [
+            _Worker(name, handle, SpanLog(name), ManyCalls(handle, "generate", MANY_REQUESTS))
+            for name, handle in workers.items()
+        ]
         self._weights: _Weights | None = None
         self._version: int | None = None
         self._deadlines = PauseDeadlines(rollout.pause_timeout_s)
@@ -163,13 +170,11 @@ class RolloutController:
         worker.outstanding += 1
         if worker.busy_since is None:
             worker.account(working=True)
-        ref = worker.handle.generate.remote(request)
+        left = max(0.0, deadline - time.monotonic())
         try:
-            left = max(0.0, deadline - time.monotonic())
-            return await within(ref, left, f"{worker.name} to generate {request.request_id}")
-        except (asyncio.CancelledError, WaitTimeoutError):
-            ray.cancel(ref)
-            raise
+            return await within(
+                worker.generate(request), left, f"{worker.name} to generate {request.request_id}"
+            )
         finally:
             worker.outstanding -= 1
             if worker.outstanding == 0:

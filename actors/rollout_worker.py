@@ -31,6 +31,7 @@ from collections.abc import Awaitable, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
+from actors.remote import CallBatches
 from raypost.config import PauseMode
 from raypost.engine_config import QUIET, EngineConfig
 from raypost.errors import EngineLostError, RaypostError, StaleWeightsError, WaitTimeoutError, WeightError
@@ -58,11 +59,12 @@ log = logging.getLogger(__name__)
 ABORT_AGAIN_S = 0.2
 
 
-class RolloutWorker:
+class RolloutWorker(CallBatches):
     """One engine behind a gate. Every method is idempotent."""
 
     def __init__(self, name: str, model_path: str, engine: EngineConfig, worker_index: int) -> None:
         """`model_path` is a folder with a config.json; weights in it are not read. Workers differ in seed."""
+        super().__init__()
         self._name, self._model_path, self._config = name, model_path, engine
         self._seed = engine.seed + worker_index
         self._engine: Engine | None = None

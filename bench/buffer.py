@@ -3,8 +3,9 @@
     python -m bench.buffer --groups 1000 20000
 
 Four producer actors put batches of 32 groups (8 responses of 512 token ids with logprobs: 33 KB) while the driver
-takes them in batches of 128, until every group has been taken. Ours does it with its journal on and a lease that
-is acknowledged for every batch, and its groups carry prompts, versions, masks and details on top (56 KB).
+takes them in batches of 256, until every group has been taken; at most 2,048 are on their way. Ours does it with
+its journal on and a lease that is acknowledged for every batch, and its groups carry prompts, versions, masks and
+details on top.
 
 The peers are optional. They are not dependencies of raypost; to measure them too, install them into a folder of
 their own and name it:
@@ -44,6 +45,9 @@ from raypost.types import Group, RolloutState, SampleParams, Status
 
 GROUP_SIZE, NUM_TOKENS, PROMPT_TOKENS = 8, 512, 64
 NUM_PRODUCERS, PUT_GROUPS, TAKE_GROUPS = 4, 32, 256
+ORDER_GROUPS, AHEAD_GROUPS = 128, 2048
+"""A producer is asked for so many groups at once; so many are on their way at most."""
+WARM_UP_GROUPS = 4096
 IDLE_S = 0.001
 DEADLINE_S = 120.0
 
@@ -86,7 +90,7 @@ class MeasuredBuffer(ReplayBufferActor):
     """The buffer's actor, which also says how much memory it has."""
 
     def memory(self) -> int:
-        return psutil.Process().memory_info().rss
+        return private_bytes()
 
 
 class Raypost(Subject):
@@ -316,24 +320,14 @@ def measure(subject: Subject, num_groups: int) -> dict[str, float]:
     producers = [ray.remote(num_cpus=0)(ProducerActor).remote(subject) for _ in range(NUM_PRODUCERS)]
     try:
         ray.get([one.ready.remote() for one in producers])
-        warm_up = PUT_GROUPS * NUM_PRODUCERS
-        ray.get([one.run.remote(n * PUT_GROUPS, PUT_GROUPS) for n, one in enumerate(producers)])
-        drain(subject, warm_up)
-        driver, held = psutil.Process(), subject.memory()
-        before = driver.memory_info().rss
-        share = [num_groups // NUM_PRODUCERS + (n < num_groups % NUM_PRODUCERS) for n in range(NUM_PRODUCERS)]
+        stream(subject, producers, 0, WARM_UP_GROUPS)
+        driver, held = private_bytes(), subject.memory()
         begin = time.perf_counter()
-        first = warm_up
-        running = []
-        for one, count in zip(producers, share, strict=True):
-            running.append(one.run.remote(first, count))
-            first += count
-        drain(subject, num_groups)
+        stream(subject, producers, WARM_UP_GROUPS, num_groups)
         seconds = time.perf_counter() - begin
-        ray.get(running)
         return {
             "groups_per_s": num_groups / seconds,
-            "driver_mb": (driver.memory_info().rss - before) / 2**20,
+            "driver_mb": (private_bytes() - driver) / 2**20,
             "held_mb": held / 2**20,
             "held_growth_mb": (subject.memory() - held) / 2**20,
         }
@@ -343,16 +337,30 @@ def measure(subject: Subject, num_groups: int) -> dict[str, float]:
         subject.stop()
 
 
-def drain(subject: Subject, num_groups: int) -> None:
-    """Take until `num_groups` were taken."""
+def stream(subject: Subject, producers: list[Any], first: int, num_groups: int) -> None:
+    """Put and take `num_groups`, never more than AHEAD_GROUPS of them in between: as a bounded buffer has it."""
     deadline = time.monotonic() + DEADLINE_S
-    while num_groups:
-        taken = subject.take(min(TAKE_GROUPS, num_groups))
-        num_groups -= taken
-        if not taken:
+    ordered = taken = 0
+    running: list[Any] = []
+    while taken < num_groups:
+        while ordered < num_groups and ordered - taken < AHEAD_GROUPS:
+            count = min(ORDER_GROUPS, num_groups - ordered)
+            running.append(producers[len(running) % len(producers)].run.remote(first + ordered, count))
+            ordered += count
+        found = subject.take(min(TAKE_GROUPS, num_groups - taken))
+        taken += found
+        if not found:
             if time.monotonic() > deadline:
-                raise TimeoutError(f"{subject.name}: {num_groups} groups did not come in {DEADLINE_S:.0f} s")
+                raise TimeoutError(
+                    f"{subject.name}: {taken} of {num_groups} groups came in {DEADLINE_S:.0f} s"
+                )
             time.sleep(IDLE_S)
+    ray.get(running)
+
+
+def private_bytes() -> int:
+    """Memory of this process that is its own: pages of the object store belong to all."""
+    return psutil.Process().memory_full_info().uss
 
 
 def main() -> None:

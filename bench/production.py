@@ -214,7 +214,10 @@ def start(config: Config, model_path: str) -> Cast:
         uuid.uuid4().hex,
         name="replay-buffer",
     )
-    agents, store = AgentLoopPool(RemotePool(loops, 1200, many={"run": 8})), Remote("replay-buffer", 60, tries=8)
+    agents, store = (
+        AgentLoopPool(RemotePool(loops, 1200, many={"run": 8})),
+        Remote("replay-buffer", 60, tries=8),
+    )
     add(ProducerActor, config, model_path, agents, store, pool, name="producer")
     add(ScriptedTrainer, name="trainer")
     return Cast(handles, config)

@@ -2,10 +2,11 @@
 
     log          one checked record a change, small: which groups came, went, were handed out, leased, trained
     data-N       blocks of groups as raw columns, one a `put`; a record of the log says where its block is
+    spare        the last data file that died, to be the next one
 
-Owns the files, what they say (`BufferTables`), and their size: a data file without live groups is deleted, the
-emptiest one is emptied when more than half of the bytes are garbage, and the log is rewritten when it has grown
-to a multiple of what it says. Owns no rule of the buffer (replay_buffer.py).
+Owns the files, what they say (`BufferTables`), and their size: a data file without live groups is written over
+by the next one, the emptiest one is emptied when more than half of the bytes are garbage, and the log is
+rewritten when it has grown to a multiple of what it says. Owns no rule of the buffer (replay_buffer.py).
 
 Every change is handed to the kernel before the buffer acts on it: it survives the death of the process, not
 that of the machine, unless `fsync` is set. A record that was cut off by such a death is removed, with a
@@ -14,7 +15,7 @@ warning; damage anywhere else is a CheckpointError.
 A journal belongs to one attempt to run a job. The same attempt continues it (its buffer was restarted); any
 other attempt begins anew, since it starts from a checkpoint or from nothing.
 
-Invariants: the log never names bytes that were not written before it; data is never changed once written.
+Invariants: the log never names bytes that were not written before it; data that it names is never changed.
 """
 
 from __future__ import annotations
@@ -76,7 +77,8 @@ class BufferJournal:
 
         Raises CheckpointError if it is damaged, or another process keeps writing it.
         """
-        self.folder, self.attempt = folder, attempt
+        self.folder, self.attempt, self._log_path = folder, attempt, folder / "log"
+        self._spare = folder / "spare"
         self._fsync, self._segment_bytes = fsync, segment_bytes
         self._garbage_bytes, self._log_bytes = garbage_bytes, log_bytes
         self._segments: dict[int, _Segment] = {}
@@ -89,6 +91,8 @@ class BufferJournal:
             """Whether this attempt's journal was there."""
             self.tables = recovered or BufferTables()
             if not self.recovered:
+                for path in (*folder.glob("data-*"), *folder.glob("spare")):
+                    path.unlink()
                 self._begin_segment(1)
                 self._rewrite_log()
             self._remove_unused()
@@ -106,7 +110,7 @@ class BufferJournal:
     @property
     def nbytes(self) -> int:
         """Bytes of all files."""
-        return self._log_size + sum(segment.size for segment in self._segments.values())
+        return sum(path.stat().st_size for path in self.folder.iterdir())
 
     # ---------------------------------------------------------------- writing
 
@@ -174,16 +178,21 @@ class BufferJournal:
             digest.update(piece)
         segment = self._segments[self._current]
         start = segment.size
-        length = _write(self._data_fd, pieces, start, self._data_path(self._current), self._fsync)
+        length = _write(self._data_fd, pieces, start, self._current_path, self._fsync)
         segment.size += length
         return [self._current, start, length, digest.intdigest(), payload.num_groups]
 
     def _write_log(self, body: bytes) -> None:
         pieces = [memoryview(_frame(body)), memoryview(body)]
-        self._log_size += _write(self._log_fd, pieces, self._log_size, self._log_path, self._fsync)
+        try:
+            self._log_size += _write(self._log_fd, pieces, self._log_size, self._log_path, self._fsync)
+        except CheckpointError:
+            # Half a record followed by a whole one would be damage.
+            os.ftruncate(self._log_fd, self._log_size)
+            raise
 
     def _empty(self, number: int) -> None:
-        """Move what lives in a closed data file to the end of the open one, and delete it."""
+        """Move what lives in a closed data file to the end of the open one."""
         moved, parts = [], []
         for block, entries in self.tables.by_block().items():
             if block.segment == number:
@@ -198,7 +207,7 @@ class BufferJournal:
         path = self._log_path.with_suffix(".tmp")
         head = {"raypost": "buffer", "format": FORMAT, "attempt": self.attempt}
         changes = [head, *self.tables.snapshot()]
-        fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_APPEND | os.O_CLOEXEC)
+        fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC)
         pieces = []
         for body in (json.dumps(change).encode() for change in changes):
             pieces += [memoryview(_frame(body)), memoryview(body)]
@@ -216,26 +225,27 @@ class BufferJournal:
 
     # ---------------------------------------------------------------- files
 
-    @property
-    def _log_path(self) -> Path:
-        return self.folder / "log"
-
     def _data_path(self, number: int) -> Path:
         return self.folder / f"data-{number:08d}"
 
     def _begin_segment(self, number: int) -> None:
-        fd = os.open(
-            self._data_path(number), os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_APPEND | os.O_CLOEXEC
-        )
+        path = self._data_path(number)
+        if self._spare.exists():
+            # To write over pages that the kernel has costs half of what new ones cost.
+            os.replace(self._spare, path)
+        fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC)
         if self._data_fd >= 0:
             os.close(self._data_fd)
         previous, self._data_fd, self._current = self._current, fd, number
+        self._current_path = path
         self._segments[number] = _Segment()
         if previous in self._segments and not self._segments[previous].live_groups:
             self._remove(previous)
 
     def _remove(self, number: int) -> None:
-        self._data_path(number).unlink(missing_ok=True)
+        path = self._data_path(number)
+        if path.exists():
+            os.replace(path, self._spare)
         del self._segments[number]
 
     def _remove_unused(self) -> None:
@@ -293,7 +303,7 @@ class BufferJournal:
             segment.size = path.stat().st_size if path.exists() else 0
         # What a death left behind the last block belongs to no record: the next block starts a new file.
         self._begin_segment(max(self._segments, default=0) + 1)
-        self._log_fd = os.open(self._log_path, os.O_WRONLY | os.O_APPEND | os.O_CLOEXEC)
+        self._log_fd = os.open(self._log_path, os.O_WRONLY | os.O_CLOEXEC)
         self._log_size, self._log_limit = end, self._log_bytes + 2 * end
         return tables
 
@@ -328,12 +338,12 @@ def _read_log(data: bytes, path: Path) -> tuple[list[dict[str, Any]], int]:
     return bodies, at
 
 
-def _write(fd: int, pieces: Sequence[memoryview], size: int, path: Path, fsync: bool) -> int:
-    """Append all pieces to a file of `size` bytes; returns their bytes. On failure the file is as before."""
+def _write(fd: int, pieces: Sequence[memoryview], start: int, path: Path, fsync: bool) -> int:
+    """Write all pieces from byte `start` on; returns how many bytes they were."""
     rest, written = list(pieces), 0
     try:
         while rest:
-            done = os.writev(fd, rest[:_MAX_PIECES])
+            done = os.pwritev(fd, rest[:_MAX_PIECES], start + written)
             written += done
             while rest and done >= rest[0].nbytes:
                 done -= rest.pop(0).nbytes
@@ -342,7 +352,6 @@ def _write(fd: int, pieces: Sequence[memoryview], size: int, path: Path, fsync: 
         if fsync:
             os.fdatasync(fd)
     except OSError as error:
-        os.ftruncate(fd, size)
         raise CheckpointError(
             f"{path} cannot be written: {error}; free disk space, or switch buffer.journal off"
         ) from error

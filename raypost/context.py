@@ -133,9 +133,19 @@ class ProduceContext:
         return (
             f"status {self.status}, version {self.version}, next_consumer_step {progress.next_consumer_step}, "
             f"producer_future_step {progress.producer_future_step}, target {progress.target} up to step "
-            f"{progress.target_upto}, consumed {progress.consumed}, pending {len(self.pending)}, gate "
+            f"{progress.target_upto}, consumed {progress.consumed}, pending {self._pending_text()}, gate "
             f"{'open' if self.pending.gate_open else 'closed'}"
         )
+
+    def _pending_text(self) -> str:
+        """How many groups are in flight, and which the longest."""
+        entries, now = sorted(self.pending.all(), key=lambda entry: entry.started_s), self.clock()
+        longest = [
+            f"{task}/{group_id} for {now - one.started_s:.0f} s"
+            for one in entries[:3]
+            for task, group_id in [one.key]
+        ]
+        return f"{len(entries)} ({', '.join(longest)}{', ...' * (len(entries) > 3)})" if entries else "0"
 
     # ---------------------------------------------------------------- starting groups
 

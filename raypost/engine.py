@@ -12,10 +12,15 @@ them before this module is imported.
 
 from __future__ import annotations
 
+import argparse
 import json
 import logging
 import math
+import os
+import pickle
+import shutil
 from collections.abc import Iterator
+from contextlib import redirect_stderr, redirect_stdout
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -33,6 +38,7 @@ from raypost.lora import MergedWeight
 from raypost.weights import Bytes
 
 _TAG = "deepspeed"
+_UNIVERSAL = "universal"
 _META = "trainer.json"
 
 
@@ -145,17 +151,71 @@ class Engine:
             meta = json.loads((path / _META).read_text())
         except (OSError, ValueError) as error:
             raise CheckpointError(f"{path / _META} cannot be read: {error}") from error
-        for name, value in self._identity().items():
-            if meta.get(name) != value:
-                raise CheckpointError(
-                    f"{path} was saved with {name} {meta.get(name)}, this run has {value}: use the same"
-                )
-        found, state = self._engine.load_checkpoint(str(path), tag=_TAG)
+        if not isinstance(meta, dict):
+            raise CheckpointError(f"{path / _META} must hold a mapping, got {type(meta).__name__}")
+        other = [name for name, value in self._identity().items() if meta.get(name) != value]
+        layout = set(other) <= {"zero_stage", "num_workers"} and 0 not in (
+            meta.get("zero_stage"),
+            self._train.zero_stage,
+        )
+        if other and not layout:
+            name = other[0]
+            raise CheckpointError(
+                f"{path} was saved with {name} {meta.get(name)}, this run has {self._identity()[name]}: use the same"
+            )
+        try:
+            found, state = (
+                self._load_elsewhere(path) if other else self._engine.load_checkpoint(str(path), tag=_TAG)
+            )
+        except (
+            OSError,
+            EOFError,
+            ValueError,
+            RuntimeError,
+            KeyError,
+            AssertionError,
+            pickle.UnpicklingError,
+        ) as error:
+            raise CheckpointError(f"{path / _TAG} is damaged or not of this model: {error!r:.300}") from error
         if found is None:
             raise CheckpointError(f"{path / _TAG} holds no DeepSpeed state")
         restored: dict[str, Any] = state["raypost"]
         torch.set_rng_state(restored.pop("rng").cpu())
         return restored
+
+    def _load_elsewhere(self, path: Path) -> tuple[str | None, dict[str, Any]]:
+        """Restore a state of another number of ranks or ZeRO stage, by way of a form that depends on neither."""
+        problem = ""
+        if self._rank == 0:
+            shutil.rmtree(path / _UNIVERSAL, ignore_errors=True)
+            try:
+                _make_universal(path / _TAG, path / _UNIVERSAL)
+            except (
+                OSError,
+                EOFError,
+                ValueError,
+                RuntimeError,
+                KeyError,
+                AssertionError,
+                pickle.UnpicklingError,
+            ) as error:
+                problem = repr(error)
+        # Every rank must learn of a failure, or the others would wait for this one.
+        told = [problem]
+        dist.broadcast_object_list(told, src=0)
+        if told[0]:
+            raise RuntimeError(told[0])
+        settings = self._engine._config
+        settings.load_universal_checkpoint = True
+        try:
+            found, state = self._engine.load_checkpoint(str(path), tag=_UNIVERSAL)
+        finally:
+            settings.load_universal_checkpoint = False
+        dist.barrier()
+        if self._rank == 0:
+            shutil.rmtree(path / _UNIVERSAL, ignore_errors=True)
+            (path / "latest_universal").unlink(missing_ok=True)
+        return found, state
 
     def _identity(self) -> dict[str, Any]:
         return {
@@ -181,6 +241,18 @@ class Frozen:
     def __call__(self, *args: Any) -> Any:
         """The model's forward pass."""
         return self._module(*args)
+
+
+def _make_universal(source: Path, target: Path) -> None:
+    """DeepSpeed's converter, in this process and without its remarks."""
+    from deepspeed.checkpoint import ds_to_universal
+
+    settings = argparse.Namespace(
+        input_folder=str(source), output_folder=str(target), num_extract_workers=1, num_merge_workers=1,
+        keep_temp_folder=False, strict=True, inject_missing_state=True,
+    )  # fmt: skip
+    with open(os.devnull, "w") as nowhere, redirect_stdout(nowhere), redirect_stderr(nowhere):
+        ds_to_universal.main(settings)
 
 
 def parameter_groups(module: nn.Module, weight_decay: float) -> list[dict[str, Any]]:

@@ -130,8 +130,10 @@ class Producer:
 
     async def produce_batch(self, step: int) -> ProduceBatchStatus:
         """Produce until the batch of `step` is there: NORMAL. EXPIRED_BATCH if only newer weights allow it,
-        UPDATE_WEIGHT_AND_ABORT if production is paused. Raises what made production impossible.
+        UPDATE_WEIGHT_AND_ABORT if production is paused. Raises what made production impossible, and
+        WaitTimeoutError when a batch takes longer than one may.
         """
+        deadline = asyncio.get_running_loop().time() + self._take_timeout_s
         context, changed = self._context, self._context.pending.changed
         await context.locked(lambda: context.refresh(step))
         while True:
@@ -140,7 +142,7 @@ class Producer:
             context.raise_failure()
             if outcome is not _Pass.LACKING:
                 return context.status
-            await changed.wait(seen)
+            await self._wait_for_groups(step, seen, deadline)
 
     async def _pass(self, last_step: int | None = None) -> _Pass:
         """Receive what finished and start what is missing. Lock held. No step after `last_step` is begun.

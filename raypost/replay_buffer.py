@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from itertools import islice
 from typing import Any, Literal
 
@@ -95,7 +96,7 @@ class ReplayBuffer:
             past = self._leased.get(came.key)
             if past is not None or came.key[1] in self._trained[came.key[0]]:
                 age = staleness_at(past, train_step) if past else 0
-                results.append(PutResult(status=Status.COMPLETED, staleness=age, stored=True))
+                results.append(_result(Status.COMPLETED, age, stored=True))
                 whole = False
                 continue
             record, result = self._admitted(came, train_step)
@@ -121,7 +122,7 @@ class ReplayBuffer:
         elif record.status is Status.ABORTED and self._ageing.is_tried_out(record):
             # It stands with the expired ones, yet keeps its tokens: only its turn changes.
             record.status = Status.EXPIRED
-        return record, PutResult(status=record.status, staleness=age, stored=stored, too_old=too_old)
+        return record, _result(record.status, age, stored, too_old)
 
     def _store(
         self, stored: list[Record], gone: list[GroupKey], sequence: int, packed: PackedGroups | None = None
@@ -388,6 +389,12 @@ class ReplayBuffer:
         self._trained.update(trained)
         self._sequence, self._acknowledged, self._restored = following, acknowledged, True
         self._settle()
+
+
+@lru_cache(maxsize=256)
+def _result(status: Status, staleness: int, stored: bool, too_old: bool = False) -> PutResult:
+    # One object for equal results: it crosses to the caller once a call, not once a group.
+    return PutResult(status=status, staleness=staleness, stored=stored, too_old=too_old)
 
 
 def _facts(records: Sequence[Record]) -> list[tuple[GroupKey, int, Status]]:

@@ -25,7 +25,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from raypost.errors import AlignmentError, JudgeError
+from raypost.errors import AlignmentError, JudgeError, WaitTimeoutError
 from raypost.protocols import Generator, Judge
 from raypost.types import (
     GenerateRequest,
@@ -157,7 +157,7 @@ class SingleTurnAgentLoop:
             return
         try:
             rewards = judging.result()
-        except JudgeError as error:
+        except (JudgeError, WaitTimeoutError) as error:
             for state in states:
                 _failed(state, str(error))
             return

@@ -8,16 +8,18 @@ from typing import Any
 
 import numpy as np
 
+from actors.remote import CallBatches
 from raypost.config import PauseMode
 from raypost.errors import EngineLostError
 from raypost.pause import stricter
 from raypost.types import GenerateRequest, GenerateResult, WeightReport, WorkerStats
 
 
-class ScriptedWorker:
+class ScriptedWorker(CallBatches):
     """Generates `max_tokens` tokens, one every `token_s` seconds, each carrying the version held then."""
 
     def __init__(self, name: str, token_s: float = 0.0, lie: bool = False) -> None:
+        super().__init__()
         self.name, self.token_s, self.lie = name, token_s, lie
         self.version: int | None = None
         self.digest = ""

@@ -93,7 +93,9 @@ class Probe(TrainerWorker):
             metrics.append(engine.fit(make_batch(step), step))
             if step == save_at:
                 engine.save(Path(folder))
-        weights = {n: d.view(np.float32).copy() for n, d, _, _ in engine.gather_weights()}
+        weights = {}
+        for name, data, dtype, _ in engine.gather_weights():
+            weights[name] = torch.from_numpy(data.copy()).view(getattr(torch, dtype)).float().numpy()
         return weights or None, metrics
 
     def poisoned(self, config: Config) -> tuple[list[Weights], list[dict[str, float]]]:
@@ -432,6 +434,35 @@ async def test_a_restored_run_goes_on_bit_for_bit(solo, tmp_path, stage):
     assert largest_difference(straight, resumed) == 0.0
 
 
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+async def test_a_run_goes_on_with_other_ranks_and_another_zero_stage(solo, pair, tmp_path, dtype):
+    for source, stage, target, other in (
+        (solo, 1, pair, 3), (pair, 3, solo, 2), (pair, 2, solo, 1), (solo, 2, pair, 2), (pair, 3, solo, 3),
+    ):  # fmt: skip
+        folder = tmp_path / f"{len(source._workers)}-{stage}-{len(target._workers)}-{other}"
+        configs = [
+            make_config(dtype=dtype, zero_stage=s, num_workers=len(group._workers), weight_decay=0.1)
+            for group, s in ((source, stage), (target, other))
+        ]
+        straight, _ = (await source._each("weights_after", configs[0], 4, "", 2, str(folder)))[0]
+        resumed, metrics = (await target._each("weights_after", configs[1], 4, str(folder)))[0]
+        assert len(metrics) == 2
+        tolerance = 1e-5 if dtype == "float32" else 2e-2
+        assert largest_difference(straight, resumed) < tolerance, folder.name
+        assert not (folder / "universal").exists()
+
+
+async def test_a_damaged_checkpoint_is_refused_by_name(solo, pair, tmp_path):
+    config = make_config()
+    await solo._each("weights_after", config, 1, "", 1, str(tmp_path))
+    (state,) = tmp_path.rglob("*optim_states.pt")
+    state.write_bytes(state.read_bytes()[: state.stat().st_size // 2])
+    with pytest.raises(CheckpointError, match="deepspeed is damaged or not of this model"):
+        await solo._each("weights_after", config, 2, str(tmp_path))
+    with pytest.raises(CheckpointError, match="deepspeed is damaged or not of this model"):
+        await pair._each("weights_after", make_config(num_workers=2), 2, str(tmp_path))
+
+
 async def test_group_restores_its_step_and_refuses_a_checkpoint_that_does_not_fit(fresh, solo, tmp_path):
     for step in (1, 2):
         await fit(fresh, step)
@@ -440,8 +471,10 @@ async def test_group_restores_its_step_and_refuses_a_checkpoint_that_does_not_fi
     await fit(fresh, 3)
     assert await fresh.load(tmp_path / "trainer") == fresh.step == 2
     assert (await fresh.publish(2))[0].digest == manifest.digest
-    with pytest.raises(CheckpointError, match="saved with zero_stage 1, this run has 2"):
-        await solo._each("weights_after", make_config(zero_stage=2), 3, str(tmp_path / "trainer"))
+    with pytest.raises(CheckpointError, match="saved with zero_stage 1, this run has 0"):
+        await solo._each("weights_after", make_config(zero_stage=0), 3, str(tmp_path / "trainer"))
+    with pytest.raises(CheckpointError, match="saved with dtype float32, this run has bfloat16"):
+        await solo._each("weights_after", make_config(dtype="bfloat16"), 3, str(tmp_path / "trainer"))
     with pytest.raises(CheckpointError, match=r"trainer\.json"):
         await fresh.load(tmp_path / "nothing")
 

@@ -7,6 +7,7 @@ the next timer, so a test that waits an hour takes no time, and a deadlock is an
 from __future__ import annotations
 
 import asyncio
+import math
 import selectors
 from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import asynccontextmanager
@@ -39,7 +40,8 @@ class _JumpSelector(selectors.DefaultSelector):
         if not ready and timeout is None:
             raise RuntimeError("deadlock: every task waits, and no timer is set")
         if not ready and timeout:
-            self.loop.now += timeout
+            # At large times a short wait may vanish in rounding, and its timer would never come.
+            self.loop.now = max(self.loop.now + timeout, math.nextafter(self.loop.now, math.inf))
         return ready
 
 
@@ -251,8 +253,7 @@ class World:
         self.ledger = ledger or Ledger()
         self.samplers = {one.name: Sampler(one, Numbers(size), encode, (STOP,), 0) for one in configs}
         runtimes = [
-            TaskRuntime(one, self.samplers[one.name], self.pool, self.strategies[one.name])
-            for one in configs
+            TaskRuntime(one, self.samplers[one.name], self.pool, self.strategies[one.name]) for one in configs
         ]
         self.producer = Producer(
             runtimes,

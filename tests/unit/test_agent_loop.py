@@ -216,7 +216,9 @@ def test_a_failure_is_failed_with_its_reason_and_siblings_go_on(answer: Any, err
 
 
 @pytest.mark.parametrize(
-    "rewards", [JudgeError("no verdict"), [1.0], [float("nan"), float("nan")]], ids=["raises", "short", "nan"]
+    "rewards",
+    [JudgeError("no verdict"), WaitTimeoutError("no verdict in time"), [1.0], [float("nan"), float("nan")]],
+    ids=["raises", "hangs", "short", "nan"],
 )
 def test_a_judges_failure_is_never_a_reward(rewards: Any) -> None:
     done = run(Engine(lambda _: result([STOP], "stop")), Scorer(rewards=rewards), init(2))

@@ -434,3 +434,15 @@ def test_wait_aborts_what_takes_longer_than_the_deadline() -> None:
             assert world.pool.interrupts >= 1
 
     virtual(main())
+
+
+def test_a_round_that_never_ends_says_which_group_it_waits_for() -> None:
+    async def main() -> None:
+        world = World(batch_size=2, take_timeout_s=300.0)
+        world.pool.fate = fate(hang={1})
+        await world.producer.resume(0)
+        with pytest.raises(WaitTimeoutError, match=r"step 1.*pending 1 \(default/1 for 300 s\)"):
+            await world.producer.produce_batch(1)
+        await world.producer.close()
+
+    virtual(main())

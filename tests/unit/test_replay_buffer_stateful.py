@@ -7,7 +7,6 @@ trains twice; nothing at or above a threshold is leased; memory and disk are cou
 from __future__ import annotations
 
 import copy
-import os
 import shutil
 import tempfile
 from dataclasses import dataclass, field
@@ -171,7 +170,7 @@ class BufferMachine(RuleBasedStateMachine):
         saved.mkdir()
         for path in self.folder.iterdir():
             if path.name.startswith("data-"):
-                os.link(path, saved / path.name)
+                shutil.copyfile(path, saved / path.name)
         self.before = (copy.deepcopy(self.model), self.log.read_bytes())
 
     @property

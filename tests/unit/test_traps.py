@@ -57,7 +57,7 @@ def test_every_test_that_the_readme_names_exists() -> None:
 # ---------------------------------------------------------------- the pause and its order
 
 
-def test_a_pause_stops_engines_behind_a_closed_gate_and_a_resume_opens_it_before_running_engines() -> None:
+def test_the_gate_closes_before_engines_stop_and_opens_after_they_run() -> None:
     """Trap 16: a request that meets a stopped engine would come back as an abort nobody asked for."""
 
     async def main() -> None:
