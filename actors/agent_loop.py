@@ -20,6 +20,9 @@ from raypost.task_config import TaskConfig
 from raypost.tokenizer import Tokenizer
 from raypost.types import Group
 
+MANY = {"run": 8, "generate": 64, "judge": 8}
+"""Calls of a pool, of a generator and of judges that travel together at most: those of some eight groups, half a
+megabyte."""
 MARGIN_S = 30.0
 """On top of the pool's own deadline for a request, so that the pool, which knows the worker, reports first."""
 

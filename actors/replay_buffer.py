@@ -12,6 +12,7 @@ with an event loop beside it.
 from __future__ import annotations
 
 import ctypes
+import gc
 from collections.abc import Coroutine, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
@@ -28,6 +29,7 @@ from raypost.types import GroupKey, Status
 T = TypeVar("T")
 KEPT_BYTES = 256 << 20
 """Freed memory that the process keeps at most."""
+GC_ALLOCATIONS = 100_000
 
 
 class ReplayBufferActor:
@@ -53,6 +55,9 @@ class ReplayBufferActor:
                 "that every node shares"
             )
         _keep_freed_memory()
+        # Records are many, live long and make no cycles: to search them for some takes a tenth of the time.
+        gc.freeze()
+        gc.set_threshold(GC_ALLOCATIONS)
         self._buffer = ReplayBuffer(limits, bounds, order, journal)
 
     def __repr__(self) -> str:

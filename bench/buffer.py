@@ -390,29 +390,36 @@ def main() -> None:
 
 
 def table(num_groups: int, repeat: int, only: list[str] | None) -> None:
-    """Print one table: every subject at one number of groups."""
-    subjects = [Raypost(), RayQueue(), TorchRL(num_groups + 1024), TransferQueue()]
+    """Print one table: every subject at one number of groups. They take turns, so that what else the machine does
+    falls on all of them."""
+    subjects: list[Subject] = [Raypost(), RayQueue(), TorchRL(num_groups + WARM_UP_GROUPS), TransferQueue()]
+    chosen = [one for one in subjects if not only or any(word in one.name for word in only)]
+    lacks = {
+        one.name: [need for need in one.needs if importlib.util.find_spec(need) is None] for one in chosen
+    }
+    runs: dict[str, list[dict[str, float]]] = {one.name: [] for one in chosen}
+    for _ in range(repeat):
+        for one in chosen:
+            if not lacks[one.name]:
+                runs[one.name].append(measure(one, num_groups))
     print(
-        f"\n{num_groups} groups of 33 KB, {NUM_PRODUCERS} producers, batches of {PUT_GROUPS}, taken by {TAKE_GROUPS}"
+        f"\n{num_groups} groups of 33 KB, {NUM_PRODUCERS} producers, batches of {PUT_GROUPS}, {repeat} runs each"
     )
-    print(f"{'':36}{'groups/s':>10}{'raypost is':>12}{'driver grew':>13}{'buffer grew':>13}")
+    print(
+        f"{'':34}{'groups/s':>9}{'(lowest, highest)':>19}{'raypost is':>12}{'driver grew':>13}{'buffer grew':>13}"
+    )
     ours = 0.0
-    for subject in subjects:
-        if only and not any(word in subject.name for word in only):
+    for name, found in runs.items():
+        if lacks[name]:
+            print(f"{name:34} skipped: {', '.join(lacks[name])} not installed (see --help)")
             continue
-        missing = [name for name in subject.needs if importlib.util.find_spec(name) is None]
-        if missing:
-            print(f"{subject.name:36}skipped: {', '.join(missing)} not installed (see --help)")
-            continue
-        runs = [measure(subject, num_groups) for _ in range(repeat)]
-        found = {name: statistics.median(run[name] for run in runs) for name in runs[0]}
-        ours = ours or found["groups_per_s"]
-        ratio = ours / found["groups_per_s"]
-        held = f"{found['held_growth_mb']:+.0f} MB" if found["held_mb"] else ""
-        print(
-            f"{subject.name:36}{found['groups_per_s']:10.0f}{ratio:11.2f}x{found['driver_mb']:+10.0f} MB{held:>13}",
-            flush=True,
-        )
+        rates = [run["groups_per_s"] for run in found]
+        rate = statistics.median(rates)
+        ours = ours or rate
+        driver, held = (max(run[key] for run in found) for key in ("driver_mb", "held_growth_mb"))
+        grew = f"{held:+.0f} MB" if found[0]["held_mb"] else ""
+        spread = f"({min(rates):.0f}, {max(rates):.0f})"
+        print(f"{name:34}{rate:9.0f}{spread:>19}{ours / rate:11.2f}x{driver:+10.0f} MB{grew:>13}", flush=True)
 
 
 if __name__ == "__main__":

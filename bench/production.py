@@ -1,4 +1,4 @@
-"""Groups a second from the dataset to the trainer, with an engine that answers at once: what the roles themselves cost.
+"""Groups a second from the dataset to the trainer, with an engine that answers at once: what the roles cost.
 
     python -m bench.production                    # some 30 s
     python -m bench.production --groups 20000     # memory over a long run
@@ -8,8 +8,8 @@ loops, judge, rollout pool, replay buffer with its journal. Only what computes i
 real rollout worker gives `max_tokens` ids with logprobs at once, and the trainer looks at a batch and is done.
 The driver takes, acknowledges and syncs every few steps, as jobs/train.py does.
 
-The limit it is compared with is what Ray alone allows in the same run: the same token arrays, packed, one call a
-group and hop, through actors that do nothing else.
+The limit it is compared with is what Ray alone allows in the same run: the same token arrays, packed, over as many
+hops, through actors that do nothing else, one group a call and as many as production puts into one.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from ray.actor import ActorHandle
 from tokenizers import Regex, decoders, models, pre_tokenizers
 from tokenizers import Tokenizer as Backend
 
-from actors.agent_loop import AgentLoopPool, AgentLoopWorker
+from actors.agent_loop import MANY, AgentLoopPool, AgentLoopWorker
 from actors.judge import JudgeWorker
 from actors.placement import spawn
 from actors.producer import ProducerActor
@@ -47,7 +47,7 @@ from actors.replay_buffer import ReplayBufferActor
 from actors.rollout_controller import RolloutController
 from actors.rollout_worker import EngineConfig, RolloutWorker
 from raypost.config import Config, parse_config
-from raypost.packed import PackedGroups, pack_groups
+from raypost.packed import PackedGroups, join_groups, pack_groups
 from raypost.schedule import buffer_bounds, task_limits
 from raypost.types import GenerateRequest, GenerateResult, Group, RolloutState, SampleParams
 from raypost.weights import Bytes, Manifest, pack
@@ -199,8 +199,8 @@ def start(config: Config, model_path: str) -> Cast:
         handles[name] = spawn(cls, *args, name=name)
 
     add(RolloutController, workers, config.rollout, config.sync.timeout_s, name="rollout-controller")
-    pool = Remote("rollout-controller", 600, many={"generate": 64})
-    judges = RemotePool(["judge-0"], 600, many={"judge": 8})
+    pool = Remote("rollout-controller", 600, many=MANY)
+    judges = RemotePool(["judge-0"], 600, many=MANY)
     add(JudgeWorker, "judge-0", config.tasks, name="judge-0")
     loops = [f"agent-loop-{n}" for n in range(config.rollout.agent_workers)]
     for name in loops:
@@ -215,7 +215,7 @@ def start(config: Config, model_path: str) -> Cast:
         name="replay-buffer",
     )
     agents, store = (
-        AgentLoopPool(RemotePool(loops, 1200, many={"run": 8})),
+        AgentLoopPool(RemotePool(loops, 1200, many=MANY)),
         Remote("replay-buffer", 60, tries=8),
     )
     add(ProducerActor, config, model_path, agents, store, pool, name="producer")
@@ -231,9 +231,11 @@ async def sync(cast: Cast, version: int) -> None:
     await cast["producer"].resume.remote(version)
 
 
-async def train(cast: Cast, first: int, num_steps: int, production: asyncio.Future[None]) -> float:
-    """The main loop for `num_steps` steps from `first` on; seconds spent in syncs."""
-    producer, syncing_s = cast["producer"], 0.0
+async def train(
+    cast: Cast, first: int, num_steps: int, production: asyncio.Future[None]
+) -> tuple[float, int]:
+    """The main loop for `num_steps` steps from `first` on; seconds spent in syncs, and their number."""
+    producer, syncing_s, syncs = cast["producer"], 0.0, 0
     for step in range(first, first + num_steps):
         while True:
             status_ref, batch_ref = producer.take_batch.remote(step)
@@ -250,10 +252,10 @@ async def train(cast: Cast, first: int, num_steps: int, production: asyncio.Futu
                 begin = time.perf_counter()
                 await producer.pause.remote(cast.config.sync.pause_mode)
                 await sync(cast, step if status.num_groups else step - 1)
-                syncing_s += time.perf_counter() - begin
+                syncing_s, syncs = syncing_s + time.perf_counter() - begin, syncs + 1
             if status.num_groups:
                 break
-    return syncing_s
+    return syncing_s, syncs
 
 
 async def _of(ref: ray.ObjectRef) -> Any:
@@ -261,7 +263,7 @@ async def _of(ref: ray.ObjectRef) -> Any:
 
 
 class Usage:
-    """CPU seconds and resident memory of the processes behind the roles, and of Ray's own."""
+    """CPU seconds and memory of the processes behind the roles, and of Ray's own."""
 
     def __init__(self, cast: Cast) -> None:
         pids = {
@@ -279,8 +281,10 @@ class Usage:
     def cpu_s(self) -> dict[str, float]:
         return {name: sum(one.cpu_times()[:2]) for name, one in self._processes.items()}
 
-    def rss_mb(self) -> dict[str, float]:
-        return {name: one.memory_info().rss / 2**20 for name, one in self._processes.items()}
+    def own_mb(self) -> dict[str, float]:
+        """Resident memory without what is shared: the object store, and code."""
+        infos = {name: one.memory_info() for name, one in self._processes.items()}
+        return {name: (info.rss - info.shared) / 2**20 for name, info in infos.items()}
 
 
 async def measure(cast: Cast, args: argparse.Namespace) -> float:
@@ -292,24 +296,22 @@ async def measure(cast: Cast, args: argparse.Namespace) -> float:
     await train(cast, 1, warm_up, production)
     usage = Usage(cast)
     num_steps = -(-args.groups // args.batch)
-    cpu, rss, begin = usage.cpu_s(), usage.rss_mb(), time.perf_counter()
-    syncing_s = await train(cast, 1 + warm_up, num_steps, production)
-    seconds, after, grown = time.perf_counter() - begin, usage.cpu_s(), usage.rss_mb()
+    cpu, held, begin = usage.cpu_s(), usage.own_mb(), time.perf_counter()
+    syncing_s, syncs = await train(cast, 1 + warm_up, num_steps, production)
+    seconds, after, grown = time.perf_counter() - begin, usage.cpu_s(), usage.own_mb()
     counts = await cast["producer"].counts.remote()
     assert counts.lost == 0, counts
-    groups = num_steps * args.batch
+    groups, samples = num_steps * args.batch, num_steps * args.batch * args.group_size
     print(
-        f"{groups} groups of {args.group_size} x {args.tokens} tokens in {seconds:.1f} s: {groups / seconds:.1f} groups/s, "
-        f"{groups * args.group_size / seconds:.0f} samples/s; {100 * syncing_s / seconds:.0f} % of the time in syncs"
+        f"{groups} groups of {args.group_size} x {args.tokens} tokens in {seconds:.1f} s: "
+        f"{groups / seconds:.1f} groups/s, {samples / seconds:.0f} samples/s"
     )
-    print(f"{'':20}{'CPU':>8}{'a group':>10}{'memory':>12}{'at the end':>12}")
-    for name in cpu:
-        used = after[name] - cpu[name]
-        print(
-            f"{name:20}{100 * used / seconds:6.0f} %{1000 * used / groups:7.2f} ms{rss[name]:9.0f} MB{grown[name]:9.0f} MB"
-        )
-    total = sum(after.values()) - sum(cpu.values())
-    print(f"{'all':20}{100 * total / seconds:6.0f} %{1000 * total / groups:7.2f} ms", flush=True)
+    print(f"{100 * syncing_s / seconds:.0f} % of the time in {syncs} syncs")
+    print(f"{'':20}{'CPU':>8}{'a group':>11}{'own memory':>12}{'at the end':>12}")
+    used = {name: after[name] - cpu[name] for name in cpu}
+    for name, seconds_of in [*used.items(), ("all", sum(used.values()))]:
+        line = f"{name:20}{100 * seconds_of / seconds:6.0f} %{1000 * seconds_of / groups:8.2f} ms"
+        print(line + (f"{held[name]:9.0f} MB{grown[name]:9.0f} MB" if name in held else ""), flush=True)
     return groups / seconds
 
 
@@ -338,15 +340,15 @@ class Echo:
 
 
 class Source:
-    """What a producer does at least: keep `in_flight` groups going, and put each into the buffer."""
+    """What a producer does at least: keep `in_flight` calls going, and put what they give into the buffer."""
 
     def __init__(
         self, loop: ActorHandle, judge: ActorHandle, buffer: ActorHandle, prompt: PackedGroups
     ) -> None:
         self._loop, self._judge, self._buffer, self._prompt = loop, judge, buffer, prompt
 
-    async def run(self, groups: int, in_flight: int) -> None:
-        left = iter(range(groups))
+    async def run(self, calls: int, in_flight: int) -> None:
+        left = iter(range(calls))
 
         async def one_after_the_other() -> None:
             for _ in left:
@@ -357,8 +359,8 @@ class Source:
         await asyncio.gather(*(one_after_the_other() for _ in range(in_flight)))
 
 
-def packed_group(args: argparse.Namespace, tokens: int) -> PackedGroups:
-    """A group with `tokens` response tokens a member."""
+def packed(args: argparse.Namespace, num_groups: int, tokens: int) -> PackedGroups:
+    """Groups with `tokens` response tokens a member."""
     states = [
         RolloutState(
             task=TASK,
@@ -374,20 +376,21 @@ def packed_group(args: argparse.Namespace, tokens: int) -> PackedGroups:
         )
         for n in range(args.group_size)
     ]
-    return pack_groups([Group(task=TASK, group_id=0, states=states)])
+    return join_groups([pack_groups([Group(task=TASK, group_id=0, states=states)])] * num_groups)
 
 
-def limit(args: argparse.Namespace, groups: int) -> float:
-    """Groups a second that Ray moves over as many hops when nothing else is done."""
-    worker = spawn(Hop, None, packed_group(args, args.tokens), name="limit-worker")
+def limit(args: argparse.Namespace, groups: int, per_call: int) -> float:
+    """Groups a second that Ray moves over as many hops when nothing else is done, `per_call` in every call."""
+    worker = spawn(Hop, None, packed(args, per_call, args.tokens), name="limit-worker")
     pool = spawn(Hop, worker, None, name="limit-pool")
     loop = spawn(Hop, pool, None, name="limit-loop")
     judge, buffer = spawn(Echo, name="limit-judge"), spawn(Echo, name="limit-buffer")
-    source = spawn(Source, loop, judge, buffer, packed_group(args, 0), name="limit-source")
+    source = spawn(Source, loop, judge, buffer, packed(args, per_call, 0), name="limit-source")
+    calls, in_flight = groups // per_call, max(1, args.batch // per_call)
     try:
-        ray.get(source.run.remote(4 * args.batch, args.batch), timeout=DEADLINE_S)
+        ray.get(source.run.remote(4 * in_flight, in_flight), timeout=DEADLINE_S)
         begin = time.perf_counter()
-        ray.get(source.run.remote(groups, args.batch), timeout=DEADLINE_S)
+        ray.get(source.run.remote(calls, in_flight), timeout=DEADLINE_S)
         return groups / (time.perf_counter() - begin)
     finally:
         for handle in (source, loop, pool, worker, judge, buffer):
@@ -406,7 +409,7 @@ def main() -> None:
     parser.add_argument("--batch", type=int, default=64, help="groups a step")
     parser.add_argument("--sync-every", type=int, default=4, help="steps between syncs")
     parser.add_argument("--admission", default="capacity", choices=["horizon", "capacity"])
-    parser.add_argument("--pending", type=int, default=128, help="groups in flight at most")
+    parser.add_argument("--pending", type=int, default=64, help="groups in flight at most")
     parser.add_argument("--workers", type=int, default=1, help="rollout workers")
     parser.add_argument("--agents", type=int, default=1, help="agent-loop actors")
     parser.add_argument("--no-limit", action="store_true", help="leave the bare actors out")
@@ -421,13 +424,15 @@ def main() -> None:
         log_to_driver=False,
     )
     try:
-        bare = None if args.no_limit else limit(args, 1280)
+        limits = {} if args.no_limit else {size: limit(args, 1280, size) for size in (1, MANY["run"])}
         (folder / "model").mkdir()
         save_tokenizer(folder / "model")
         cast = start(configuration(args, folder), str(folder / "model"))
         rate = asyncio.run(asyncio.wait_for(measure(cast, args), DEADLINE_S))
-        if bare is not None:
-            print(f"bare actors: {bare:.1f} groups/s; production reaches {rate / bare:.2f} of it")
+        for size, bare in limits.items():
+            print(
+                f"bare actors, {size} groups a call: {bare:.1f} groups/s; production reaches {rate / bare:.2f} of it"
+            )
     finally:
         ray.shutdown()
         shutil.rmtree(folder, ignore_errors=True)

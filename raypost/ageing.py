@@ -7,15 +7,14 @@ Owns no group and no arithmetic on versions (staleness.py). Nothing here changes
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import replace
 
 import numpy as np
 from numpy.typing import NDArray
 
+from raypost.blocks import Block, Record
 from raypost.errors import ConfigError
-from raypost.packed import PackedGroups, group_starts, pack_groups, unpack_groups
+from raypost.packed import PackedGroups, group_nbytes, group_starts, pack_groups, unpack_groups
 from raypost.protocols import TaskLimits
-from raypost.shelves import Record
 from raypost.staleness import (
     NEVER,
     expiry_steps,
@@ -46,27 +45,28 @@ class Ageing:
             raise ConfigError(f"the buffer knows no task {task!r}, only {sorted(self._limits)}")
         return self._limits[task]
 
-    def records(
-        self, packed: PackedGroups, parts: Iterable[PackedGroups], statuses: Iterable[Status]
-    ) -> Iterator[Record]:
-        """Records of `parts`, which are the groups of `packed` alone; their sequence is to be set."""
+    def records(self, block: Block, statuses: Iterable[Status]) -> Iterator[Record]:
+        """Records of all groups of a block, not held by it yet; their sequence is to be set."""
+        packed = block.packed
         if not packed.num_groups:
             return
         starts = group_starts(packed)
         oldest, expires = (np.minimum.reduceat(one, starts).tolist() for one in self._ages(packed))
-        for fields in zip(packed.keys, parts, statuses, oldest, expires, strict=True):
-            key, alone, status, oldest_version, expires_at = fields
-            yield Record(key, alone, status, 0, oldest_version, expires_at)
+        facts = zip(packed.keys, group_nbytes(packed).tolist(), statuses, oldest, expires, strict=True)
+        for index, (key, nbytes, status, oldest_version, expires_at) in enumerate(facts):
+            yield Record(key, block, index, nbytes, status, 0, oldest_version, expires_at)
 
     def record(self, alone: PackedGroups, status: Status, sequence: int) -> Record:
-        """The record of a single group."""
-        (record,) = self.records(alone, [alone], [status])
-        return replace(record, sequence=sequence)
+        """The record of a single group, which is a block of its own."""
+        (record,) = self.records(Block(alone), [status])
+        record.sequence = sequence
+        return record
 
     def reset(self, record: Record, train_step: int) -> Record:
         """The record with its expired members as if never generated, and their siblings kept."""
-        (group,) = unpack_groups(record.packed)
-        expired = train_step >= self._ages(record.packed)[1]
+        alone = record.packed
+        (group,) = unpack_groups(alone)
+        expired = train_step >= self._ages(alone)[1]
         for state, is_old in zip(group.states, expired.tolist(), strict=True):
             if is_old:
                 state.reset()

@@ -35,7 +35,8 @@ import xxhash
 
 from raypost.buffer_tables import Block, BufferTables, Change
 from raypost.errors import CheckpointError
-from raypost.packed import PackedGroups, from_buffer, join_groups, split_groups, to_buffers
+from raypost.packed import PackedGroups, join_groups, split_groups
+from raypost.packed_forms import from_buffer, to_buffers
 from raypost.types import GroupKey
 
 log = logging.getLogger(__name__)

@@ -54,9 +54,9 @@ class Engine:
         self.module = module
         deepspeed_logger.setLevel(logging.WARNING)
         start_process_group(config, rank, world_size)
-        optimizer = torch.optim.AdamW(
-            parameter_groups(module, train.weight_decay), lr=train.learning_rate, fused=True
-        )
+        groups = parameter_groups(module, train.weight_decay)
+        self._weight_decays = [group["weight_decay"] for group in groups]
+        optimizer = torch.optim.AdamW(groups, lr=train.learning_rate, fused=True)
         self._engine, *_ = deepspeed.initialize(
             model=module,
             optimizer=optimizer,
@@ -211,6 +211,13 @@ class Engine:
             found, state = self._engine.load_checkpoint(str(path), tag=_UNIVERSAL)
         finally:
             settings.load_universal_checkpoint = False
+            # Restored at ZeRO 3, all groups have the settings of the first, and one counter of steps among them,
+            # which each would advance.
+            for of_weights in self._engine.optimizer.optimizer.state.values():
+                if isinstance(of_weights.get("step"), Tensor):
+                    of_weights["step"] = of_weights["step"].clone()
+            for group, decay in zip(self._engine.optimizer.param_groups, self._weight_decays, strict=True):
+                group["weight_decay"] = decay
         dist.barrier()
         if self._rank == 0:
             shutil.rmtree(path / _UNIVERSAL, ignore_errors=True)
@@ -253,6 +260,36 @@ def _make_universal(source: Path, target: Path) -> None:
     )  # fmt: skip
     with open(os.devnull, "w") as nowhere, redirect_stdout(nowhere), redirect_stderr(nowhere):
         ds_to_universal.main(settings)
+    _complete_optimizer_state(target / "zero")
+    # ZeRO 3 looks for a model's state under another name than the other stages do.
+    names = [target / f"{prefix}mp_rank_00_model_states.pt" for prefix in ("", "zero_pp_rank_0_")]
+    for name, other in (names, names[::-1]):
+        if name.exists() and not other.exists():
+            shutil.copy(name, other)
+
+
+def _complete_optimizer_state(folder: Path) -> None:
+    """Give a universal checkpoint the form that every stage reads.
+
+    ZeRO 3 writes bare tensors and the number of steps in the common state, the others a mapping and a file a weight;
+    ZeRO 3 reads both kinds of tensor.
+    """
+    common = torch.load(folder / "optimizer_state.pt", map_location="cpu", weights_only=False)
+    inner = common.get("optimizer_state_dict")
+    if inner is not None:
+        step = inner["state"][0]["step"]
+        for weight in folder.rglob("fp32.pt"):
+            torch.save(step, weight.with_name("step.pt"))
+            for name in ("fp32.pt", "exp_avg.pt", "exp_avg_sq.pt"):
+                value = torch.load(weight.with_name(name), map_location="cpu", weights_only=False)
+                if isinstance(value, Tensor):
+                    torch.save({"param": value}, weight.with_name(name))
+    else:
+        step = torch.load(next(folder.rglob("step.pt")), map_location="cpu", weights_only=False)
+    groups = common["param_groups"]
+    common["optimizer_state_dict"] = {"state": {0: {"step": step}}, "param_groups": groups}
+    common.setdefault("ds_version", deepspeed.__version__)
+    torch.save(common, folder / "optimizer_state.pt")
 
 
 def parameter_groups(module: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
@@ -300,19 +337,18 @@ def _deepspeed_config(config: Config, world_size: int) -> dict[str, Any]:
     }
 
 
-Weight = Tensor | MergedWeight
-
-
-def _parts(weight: Weight) -> tuple[Tensor, ...]:
+def _parts(weight: Tensor | MergedWeight) -> tuple[Tensor, ...]:
     return weight.parts if isinstance(weight, MergedWeight) else (weight,)
 
 
-def _size(weight: Weight) -> int:
+def _size(weight: Tensor | MergedWeight) -> int:
     return sum(getattr(part, "ds_numel", part.numel()) * part.element_size() for part in _parts(weight))
 
 
-def _chunks(weights: Iterator[tuple[str, Weight]], max_bytes: int) -> Iterator[list[tuple[str, Weight]]]:
-    chunk: list[tuple[str, Weight]] = []
+def _chunks(
+    weights: Iterator[tuple[str, Tensor | MergedWeight]], max_bytes: int
+) -> Iterator[list[tuple[str, Tensor | MergedWeight]]]:
+    chunk: list[tuple[str, Tensor | MergedWeight]] = []
     for name, weight in weights:
         if chunk and sum(_size(other) for _, other in chunk) + _size(weight) > max_bytes:
             yield chunk
@@ -322,7 +358,7 @@ def _chunks(weights: Iterator[tuple[str, Weight]], max_bytes: int) -> Iterator[l
         yield chunk
 
 
-def _as_bytes(weight: Weight, dtype: torch.dtype) -> tuple[Bytes, str, tuple[int, ...]]:
+def _as_bytes(weight: Tensor | MergedWeight, dtype: torch.dtype) -> tuple[Bytes, str, tuple[int, ...]]:
     tensor = weight.value() if isinstance(weight, MergedWeight) else weight.detach()
     if tensor.is_floating_point():
         tensor = tensor.to(dtype)

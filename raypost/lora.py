@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from peft import LoraConfig as PeftConfig
 from peft import inject_adapter_in_model
-from peft.tuners.tuners_utils import BaseTunerLayer
+from peft.tuners.lora import LoraLayer
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
@@ -61,7 +61,7 @@ def add_adapters(model: PreTrainedModel, config: LoraConfig) -> None:
 @contextmanager
 def without_adapters(model: nn.Module) -> Iterator[None]:
     """The model as it was before training."""
-    layers = [layer for layer in model.modules() if isinstance(layer, BaseTunerLayer)]
+    layers = [layer for layer in model.modules() if isinstance(layer, LoraLayer)]
     for layer in layers:
         layer.enable_adapters(False)
     try:
@@ -75,7 +75,7 @@ def merged_weights(
     weights: Iterator[tuple[str, Tensor]], model: nn.Module
 ) -> Iterator[tuple[str, Tensor | MergedWeight]]:
     """The weights of an adapted model under the plain model's names, adapters merged."""
-    layers = {name: layer for name, layer in model.named_modules() if isinstance(layer, BaseTunerLayer)}
+    layers = {name: layer for name, layer in model.named_modules() if isinstance(layer, LoraLayer)}
     for name, tensor in weights:
         before, found, after = name.partition(_BASE)
         if found and after == "weight":

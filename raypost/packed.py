@@ -1,17 +1,15 @@
 """PackedGroups: groups as a few flat arrays, the form in which they cross processes, are stored and journaled.
 
-Owns the columnar layout, cutting and joining it, and its bytes on disk. Versions and masks, which rarely change
+Owns the columnar layout, cutting and joining it, and how it is pickled. Versions and masks, which rarely change
 within a trajectory, are kept as runs. A group's details (texts, metadata, sampling parameters) travel as one
 pickled row a group, which nobody on the way opens.
 
 Invariants: `unpack_groups(pack_groups(groups))` equals `groups`; `join_groups(split_groups(packed))` equals
-`packed`; what `split_groups` and `join_groups` return shares no memory with what they were given, and its
-tokens and details with nothing.
+`packed`; what `split_groups` and `join_groups` return shares no memory with anything.
 """
 
 from __future__ import annotations
 
-import json
 import pickle
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -23,20 +21,21 @@ from numpy.typing import NDArray
 from raypost.types import Group, GroupKey, IntArray, MaskArray, RolloutState, Status
 
 _RESPONSE = ("response_ids", "logprobs", "policy_versions", "response_mask")
-_DENSE = ("prompt_ids", *_RESPONSE)
+DENSE = ("prompt_ids", *_RESPONSE)
 _DENSE_TYPES = (np.int32, np.int32, np.float32, np.int32, np.bool_)
 _COLUMN_TYPES = (np.int32, np.int32, np.float32, np.int32, np.bool_, np.int32)
 _FACTS = ("task", "group_id", "status", "num_aborts")
 _DETAILS = tuple(
     name
     for name in RolloutState.__slots__  # type: ignore[attr-defined]
-    if name not in (*_DENSE, *_FACTS)
+    if name not in (*DENSE, *_FACTS)
 )
 _STATUSES = tuple(Status)
 _CODES = {status: code for code, status in enumerate(_STATUSES)}
 _RANKED = (Status.COMPLETED, Status.INIT, Status.FILTERED, Status.EXPIRED, Status.ABORTED, Status.FAILED)
 _RANKS = np.asarray([_RANKED.index(status) if status in _RANKED else 0 for status in _STATUSES])
-_ALIGNMENT = 8
+ALIGNMENT = 8
+_SMALL_BYTES = 16_384
 
 
 @dataclass(slots=True, frozen=True)
@@ -71,7 +70,12 @@ class PackedGroups:
     """[G + 1]"""
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _from_arrays, (self.tasks, _arrays(self))
+        # Every array that travels by itself costs both sides microseconds: small ones go together.
+        arrays = arrays_of(self)
+        large = [array for array in arrays if array.nbytes > _SMALL_BYTES]
+        counts = [-1 if array.nbytes > _SMALL_BYTES else len(array) for array in arrays]
+        small = b"".join(_padded_bytes(array) for array in arrays if array.nbytes <= _SMALL_BYTES)
+        return _from_parts, (self.tasks, counts, small, *large)
 
     @property
     def num_groups(self) -> int:
@@ -155,7 +159,8 @@ def has_status(packed: PackedGroups, status: Status) -> bool:
 
 def group_starts(packed: PackedGroups) -> NDArray[np.int64]:
     """[G], first trajectory of every group."""
-    starts: NDArray[np.int64] = np.cumsum(packed.group_sizes, dtype=np.int64) - packed.group_sizes
+    starts = np.zeros(packed.num_groups, np.int64)
+    np.cumsum(packed.group_sizes[:-1], out=starts[1:])
     return starts
 
 
@@ -182,7 +187,7 @@ def pack_groups(groups: Sequence[Group]) -> PackedGroups:
         name: np.concatenate([np.empty(0, dtype), *(getattr(state, name) for state in states)]).astype(
             dtype, copy=False
         )
-        for name, dtype in zip(_DENSE, _DENSE_TYPES, strict=True)
+        for name, dtype in zip(DENSE, _DENSE_TYPES, strict=True)
     }
     offsets = _offsets([len(state.response_ids) for state in states])
     runs, run_offsets = _runs(columns.pop("policy_versions"), columns.pop("response_mask"), offsets)
@@ -248,45 +253,45 @@ def unpack_groups(packed: PackedGroups) -> list[Group]:
 
 def split_groups(packed: PackedGroups) -> list[PackedGroups]:
     """Every group alone, with arrays of its own."""
-    bounds = np.concatenate([[0], np.cumsum(packed.group_sizes)])
-    starts = bounds.tolist()
-    prompts, responses, runs = (
-        offsets[bounds].tolist()
+    return [join_groups([slice_groups(packed, g, g + 1)]) for g in range(packed.num_groups)]
+
+
+def slice_groups(packed: PackedGroups, start: int, end: int) -> PackedGroups:
+    """Groups `start` to `end - 1`, at least one; token arrays and details are views."""
+    if start == 0 and end == packed.num_groups:
+        return packed
+    first = int(packed.group_sizes[:start].sum())
+    last = first + int(packed.group_sizes[start:end].sum())
+    prompts, tokens, runs = (
+        offsets[first : last + 1]
         for offsets in (packed.prompt_offsets, packed.response_offsets, packed.run_offsets)
     )
-    details = packed.detail_offsets.tolist()
-    prompt_ids, ids, logprobs, *run_columns = packed.columns
-    # Copied once: to cut a few bytes out of a copy costs less than to copy them.
-    versions, masks, lengths = (column.copy() for column in run_columns)
-    group_ids, sizes = packed.group_ids.copy(), packed.group_sizes.copy()
-    codes, aborts = packed.status_codes.copy(), packed.num_aborts.copy()
-    alone = []
-    for g, task in enumerate(packed.tasks):
-        n, end = starts[g], starts[g + 1]
-        tokens, of_runs = slice(responses[g], responses[g + 1]), slice(runs[g], runs[g + 1])
-        alone.append(
-            PackedGroups(
-                (task,),
-                group_ids[g : g + 1],
-                sizes[g : g + 1],
-                codes[n:end],
-                aborts[n:end],
-                (
-                    prompt_ids[prompts[g] : prompts[g + 1]].copy(),
-                    ids[tokens].copy(),
-                    logprobs[tokens].copy(),
-                    versions[of_runs],
-                    masks[of_runs],
-                    lengths[of_runs],
-                ),
-                packed.prompt_offsets[n : end + 1] - prompts[g],
-                packed.response_offsets[n : end + 1] - responses[g],
-                packed.run_offsets[n : end + 1] - runs[g],
-                packed.details[details[g] : details[g + 1]].copy(),
-                packed.detail_offsets[g : g + 2] - details[g],
-            )
-        )
-    return alone
+    details = packed.detail_offsets[start : end + 1]
+    of_prompts, of_tokens, of_runs = (slice(one[0], one[-1]) for one in (prompts, tokens, runs))
+    cuts = (of_prompts, of_tokens, of_tokens, of_runs, of_runs, of_runs)
+    return PackedGroups(
+        packed.tasks[start:end],
+        packed.group_ids[start:end],
+        packed.group_sizes[start:end],
+        packed.status_codes[first:last],
+        packed.num_aborts[first:last],
+        tuple(column[cut] for column, cut in zip(packed.columns, cuts, strict=True)),
+        prompts - prompts[0],
+        tokens - tokens[0],
+        runs - runs[0],
+        packed.details[details[0] : details[-1]],
+        details - details[0],
+    )
+
+
+def group_nbytes(packed: PackedGroups) -> NDArray[np.int64]:
+    """[G], bytes of the token arrays and details of every group."""
+    starts = group_starts(packed)
+    nbytes = np.diff(packed.detail_offsets)
+    for column, offsets in zip(packed.columns, packed.offsets, strict=True):
+        bounds = offsets[np.append(starts, packed.num_samples)]
+        nbytes = nbytes + column.itemsize * np.diff(bounds)
+    return nbytes
 
 
 def join_groups(parts: Sequence[PackedGroups]) -> PackedGroups:
@@ -323,45 +328,11 @@ def _joined(offsets: list[NDArray[np.int64]]) -> NDArray[np.int64]:
 _STARTS, _ENDS = slice(None, -1), slice(1, None)
 
 
-# ---------------------------------------------------------------- plain data
+# ---------------------------------------------------------------- arrays
 
 
-def to_plain(packed: PackedGroups) -> dict[str, Any]:
-    """The groups as plain data and arrays, for a checkpoint: reading it runs no code from the file."""
-    return {
-        "header": packed.header,
-        "columns": [*packed.columns[:3], packed.versions, packed.masks],
-        "offsets": [packed.prompt_offsets, packed.response_offsets],
-        "group_sizes": packed.group_sizes,
-    }
-
-
-def from_plain(plain: dict[str, Any]) -> PackedGroups:
-    """What `to_plain` gave. Raises KeyError, TypeError or ValueError if it is something else."""
-    columns, (prompts, responses) = [np.asarray(one) for one in plain["columns"]], plain["offsets"]
-    states = []
-    for n, row in enumerate(plain["header"]):
-        arrays: dict[str, Any] = {
-            name: column[offsets[n] : offsets[n + 1]]
-            for name, column, offsets in zip(
-                _DENSE, columns, (prompts, *(responses,) * len(_RESPONSE)), strict=True
-            )
-        }
-        states.append(RolloutState(**row, **arrays))
-    sizes = np.asarray(plain["group_sizes"]).tolist()
-    if sum(sizes) != len(states) or min(sizes, default=1) < 1:
-        raise ValueError(f"{len(states)} trajectories do not make groups of {sizes}")
-    groups, members = [], iter(states)
-    for size in sizes:
-        one = [next(members) for _ in range(size)]
-        groups.append(Group(task=one[0].task, group_id=one[0].group_id, states=one))
-    return pack_groups(groups)
-
-
-# ---------------------------------------------------------------- bytes
-
-
-def _arrays(packed: PackedGroups) -> tuple[NDArray[Any], ...]:
+def arrays_of(packed: PackedGroups) -> tuple[NDArray[Any], ...]:
+    """All its arrays, of ARRAY_TYPES."""
     return (
         packed.group_ids,
         packed.group_sizes,
@@ -376,45 +347,35 @@ def _arrays(packed: PackedGroups) -> tuple[NDArray[Any], ...]:
     )
 
 
-def _from_arrays(tasks: tuple[str, ...], arrays: Sequence[Any]) -> PackedGroups:
+def _padded_bytes(array: NDArray[Any]) -> bytes:
+    return array.tobytes() + PADDING[: -array.nbytes % ALIGNMENT]
+
+
+def _from_parts(
+    tasks: tuple[str, ...], counts: Sequence[int], small: bytes, *large: NDArray[Any]
+) -> PackedGroups:
+    at, arrays, rest = 0, [], iter(large)
+    for dtype, count in zip(ARRAY_TYPES, counts, strict=True):
+        if count < 0:
+            arrays.append(next(rest))
+        else:
+            arrays.append(np.frombuffer(small, dtype, count, at))
+            at = padded(at + arrays[-1].nbytes)
+    return from_arrays(tasks, arrays)
+
+
+def from_arrays(tasks: tuple[str, ...], arrays: Sequence[Any]) -> PackedGroups:
+    """What `arrays_of` was given."""
     facts, columns, rest = arrays[:4], arrays[4:-5], arrays[-5:]
     return PackedGroups(tasks, *facts, tuple(columns), *rest)  # type: ignore[call-arg]
 
 
-_ARRAY_TYPES = (
+ARRAY_TYPES = (
     np.int64, np.int32, np.int8, np.int32, *_COLUMN_TYPES, *(np.int64,) * 3, np.uint8, np.int64
 )  # fmt: skip
-_PADDING = bytes(_ALIGNMENT)
+PADDING = bytes(ALIGNMENT)
 
 
-def to_buffers(packed: PackedGroups) -> list[memoryview]:
-    """The bytes of `packed` as pieces to be written one after the other: a header, then every array as it is."""
-    arrays = [np.ascontiguousarray(array) for array in _arrays(packed)]
-    meta = json.dumps([packed.tasks, [len(array) for array in arrays]]).encode()
-    pieces: list[memoryview] = []
-    for raw in (len(meta).to_bytes(_ALIGNMENT, "little"), meta, *(array.view(np.uint8) for array in arrays)):
-        view = memoryview(raw)  # type: ignore[arg-type]
-        if view.nbytes:
-            pieces.append(view)
-        if view.nbytes % _ALIGNMENT:
-            pieces.append(memoryview(_PADDING)[: -view.nbytes % _ALIGNMENT])
-    return pieces
-
-
-def from_buffer(data: bytes) -> PackedGroups:
-    """What `to_buffers` wrote; the arrays are views of `data`. Raises ValueError if it is something else."""
-    try:
-        length = int.from_bytes(data[:_ALIGNMENT], "little")
-        tasks, lengths = json.loads(data[_ALIGNMENT : _ALIGNMENT + length])
-        at = _padded(_ALIGNMENT + length)
-        arrays: list[Any] = []
-        for dtype, count in zip(_ARRAY_TYPES, lengths, strict=True):
-            arrays.append(np.frombuffer(data, dtype, count, at))
-            at = _padded(at + arrays[-1].nbytes)
-    except (ValueError, TypeError) as error:
-        raise ValueError(f"these bytes are no packed groups: {error}") from error
-    return _from_arrays(tuple(tasks), arrays)
-
-
-def _padded(length: int) -> int:
-    return length + -length % _ALIGNMENT
+def padded(length: int) -> int:
+    """Where the next array begins after one that ends at `length`."""
+    return length + -length % ALIGNMENT

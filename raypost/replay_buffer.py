@@ -20,24 +20,16 @@ from functools import lru_cache
 from itertools import islice
 from typing import Any, Literal
 
-import numpy as np
-
 from raypost.ageing import Ageing, staleness_at
+from raypost.blocks import Block, Record, compact, gather, release
 from raypost.buffer_journal import BufferJournal
 from raypost.buffer_tables import Change, put_change
 from raypost.errors import CheckpointError, LedgerError
 from raypost.ledger import OrdinalSet
-from raypost.packed import (
-    PackedGroups,
-    from_plain,
-    group_statuses,
-    has_status,
-    join_groups,
-    split_groups,
-    to_plain,
-)
+from raypost.packed import PackedGroups, group_statuses, has_status, join_groups, split_groups
+from raypost.packed_forms import equal_plain, from_plain, to_plain
 from raypost.protocols import BufferBounds, BufferCounts, ExpiredGroup, Lease, PutResult, TaskLimits
-from raypost.shelves import Held, Record, Shelves
+from raypost.shelves import Held, Shelves
 from raypost.types import GroupKey, Status
 
 Order = Literal["stalest_first", "fifo"]
@@ -89,10 +81,8 @@ class ReplayBuffer:
             raise LedgerError(f"one put has the same group twice: {sorted(keys)}")
         results, gone, stored, whole = [], [], [], True
         sequence = self._sequence
-        parts = split_groups(packed)
-        for part, came in zip(
-            parts, self._ageing.records(packed, parts, group_statuses(packed)), strict=True
-        ):
+        block = Block(join_groups([packed]))
+        for came in self._ageing.records(block, group_statuses(packed)):
             past = self._leased.get(came.key)
             if past is not None or came.key[1] in self._trained[came.key[0]]:
                 age = staleness_at(past, train_step) if past else 0
@@ -101,7 +91,7 @@ class ReplayBuffer:
                 continue
             record, result = self._admitted(came, train_step)
             results.append(result)
-            whole = whole and result.stored and record.packed is part
+            whole = whole and result.stored and record.block is block
             if not result.stored:
                 gone.append(record.key)
                 continue
@@ -110,6 +100,7 @@ class ReplayBuffer:
             sequence += known is None
             stored.append(record)
         self._store(stored, gone, sequence, packed if whole else None)
+        compact(block)
         return results
 
     def _admitted(self, record: Record, train_step: int) -> tuple[Record, PutResult]:
@@ -131,9 +122,8 @@ class ReplayBuffer:
         known = [key for key in gone if self._shelves.get(key) or self._out.get(key)]
         if stored or known:
             self._write(put_change(_facts(stored), known, sequence), stored, packed)
-        for key in (*known, *(record.key for record in stored)):
-            self._out.remove(key)
-            self._shelves.remove(key)
+        keys = (*known, *(record.key for record in stored))
+        release(past for key in keys if (past := self._shelves.remove(key) or self._out.remove(key)))
         for record in stored:
             self._shelves.add(record)
         self._sequence = sequence
@@ -150,8 +140,9 @@ class ReplayBuffer:
         kept, gone, expired = [], [], []
         for record in old:
             retry = self._ageing.limits_of(record.key[0]).retry
-            if not has_status(record.packed, Status.EXPIRED):
-                mean = int(record.packed.response_offsets[-1]) / record.packed.num_samples
+            alone = record.packed
+            if not has_status(alone, Status.EXPIRED):
+                mean = int(alone.response_offsets[-1]) / alone.num_samples
                 expired.append(ExpiredGroup(key=record.key, stored=retry, mean_tokens=mean))
             if retry:
                 kept.append(self._ageing.reset(record, train_step))
@@ -164,6 +155,7 @@ class ReplayBuffer:
         self._expired = (claim, expired)
         for record in old:
             self._shelves.remove(record.key)
+        release(old)
         for record in kept:
             self._shelves.add(record)
         self._settle()
@@ -182,7 +174,7 @@ class ReplayBuffer:
             raise LedgerError(f"claim {claim} came after claim {last}: its groups would be handed out twice")
         if claim == last:
             again = [record for key in keys if (record := self._out.get(key))]
-            return join_groups([record.packed for record in again]) if again else None
+            return gather(again) if again else None
         shelves = (record for status in sources for record in self._shelves.in_order(task, status))
         chosen = list(islice(shelves, limit))
         keys = tuple(record.key for record in chosen)
@@ -194,7 +186,7 @@ class ReplayBuffer:
             self._shelves.remove(record.key)
             self._out.add(record)
         self._settle()
-        return join_groups([record.packed for record in chosen]) if chosen else None
+        return gather(chosen) if chosen else None
 
     async def drop(self, keys: Sequence[GroupKey]) -> None:
         """Forget popped groups that ended untrained. Groups that are not out are ignored."""
@@ -238,7 +230,7 @@ class ReplayBuffer:
                 self._shelves.remove(record.key)
             self._open(step, lease)
         lease = self._leases[step]
-        batch = join_groups([record.packed for record in lease.records])
+        batch = gather(lease.records)
         self._ageing.mask(batch, step)
         return Lease(step=step, keys=batch.keys, staleness=lease.staleness, packed=batch)
 
@@ -264,14 +256,14 @@ class ReplayBuffer:
             return ()
         self._write({"ack": step})
         self._acknowledged = step
-        keys = []
-        for leased_step in sorted(one for one in self._leases if one <= step):
-            for record in self._leases.pop(leased_step).records:
-                self._leased.remove(record.key)
-                self._trained[record.key[0]].add(record.key[1])
-                keys.append(record.key)
+        leases = [self._leases.pop(one) for one in sorted(self._leases) if one <= step]
+        ended = [record for lease in leases for record in lease.records]
+        for record in ended:
+            self._leased.remove(record.key)
+            self._trained[record.key[0]].add(record.key[1])
+        release(ended)
         self._settle()
-        return tuple(keys)
+        return tuple(record.key for record in ended)
 
     async def counts(self) -> BufferCounts:
         """Groups and bytes by task and status, and whether the buffer is full."""
@@ -309,8 +301,7 @@ class ReplayBuffer:
         """Journal a change before it is made; `stored` are the groups it puts, `packed` the same as one."""
         self._restored = False
         if self._journal is not None:
-            parts = [record.packed for record in stored]
-            self._journal.append(change, packed or (join_groups(parts) if parts else None))
+            self._journal.append(change, packed or (gather(stored) if stored else None))
 
     def _recover(self, journal: BufferJournal) -> None:
         tables = journal.tables
@@ -345,9 +336,8 @@ class ReplayBuffer:
         saved as they were."""
         leased_for = {one.key: step for step, lease in self._leases.items() for one in lease.records}
         records = sorted([*self._shelves, *self._out, *self._leased], key=lambda one: one.sequence)
-        groups = [record.packed for record in records]
         return {
-            "groups": to_plain(join_groups(groups)) if groups else None,
+            "groups": to_plain(gather(records)) if records else None,
             "status": [str(record.status) for record in records],
             "sequence": [record.sequence for record in records],
             "leased_for": [leased_for.get(record.key, 0) for record in records],
@@ -364,7 +354,7 @@ class ReplayBuffer:
         empty, or the state is damaged or of other tasks.
         """
         held = len(self._shelves) + len(self._leased) + len(self._out)
-        if self._restored and _equal(
+        if self._restored and equal_plain(
             {**await self.state_dict(), "leased_for": 0}, {**state, "leased_for": 0}
         ):
             return
@@ -399,14 +389,3 @@ def _result(status: Status, staleness: int, stored: bool, too_old: bool = False)
 
 def _facts(records: Sequence[Record]) -> list[tuple[GroupKey, int, Status]]:
     return [(record.key, record.sequence, record.status) for record in records]
-
-
-def _equal(left: Any, right: Any) -> bool:
-    """Whether two states say the same: nested plain data and arrays."""
-    if isinstance(left, dict) and isinstance(right, dict):
-        return left.keys() == right.keys() and all(_equal(left[key], right[key]) for key in left)
-    if isinstance(left, list | tuple) and isinstance(right, list | tuple):
-        return len(left) == len(right) and all(map(_equal, left, right))
-    if isinstance(left, np.ndarray) or isinstance(right, np.ndarray):
-        return np.array_equal(left, right, equal_nan=np.asarray(left).dtype.kind == "f")
-    return bool(left == right)

@@ -9,32 +9,9 @@ from __future__ import annotations
 
 from bisect import bisect_left, insort
 from collections.abc import Iterator
-from dataclasses import dataclass, field
 
-from raypost.packed import PackedGroups
+from raypost.blocks import Record
 from raypost.types import GroupKey, Status
-
-
-@dataclass(slots=True)
-class Record:
-    """One group as the buffer owns it."""
-
-    key: GroupKey
-    packed: PackedGroups
-    """The group alone, with arrays of its own."""
-    status: Status
-    """Which shelf it stands on: EXPIRED also where only its number of tries put it there."""
-    sequence: int
-    """Place among equally old ones: when its key was first put."""
-    oldest: int
-    """Version of its oldest token, NEVER without one."""
-    expires_at: int
-    """First train step at which one of its members is expired."""
-    nbytes: int = field(init=False)
-    """Bytes it pins; asked for at every move."""
-
-    def __post_init__(self) -> None:
-        self.nbytes = self.packed.nbytes
 
 
 class Held:
@@ -63,6 +40,7 @@ class Held:
         """Hold a record whose key is not held."""
         assert record.key not in self._records
         self._records[record.key] = record
+        record.block.hold(record)
         self._count(record, 1)
 
     def remove(self, key: GroupKey) -> Record | None:
@@ -115,6 +93,7 @@ class Shelves:
         key = record.key
         assert key not in self._records
         self._records[key] = record
+        record.block.hold(record)
         shelf = (key[0], record.status)
         insort(self._places.setdefault(shelf, []), self._place(record))
         self._nbytes[shelf] = self._nbytes.get(shelf, 0) + record.nbytes

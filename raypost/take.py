@@ -85,8 +85,8 @@ def _consume(context: ProduceContext, lease: Lease) -> None:
 
 async def _can_resolve(context: ProduceContext, step: int, wanted: dict[str, int]) -> bool:
     """Whether the batch can still come without newer weights."""
-    if context.version is None:
-        return True
+    if context.version is None or not context.pending.gate_open:
+        return True  # a resume is still to come, perhaps with newer weights
     progress = context.progress
     for task in wanted:
         strategy = context.tasks[task].strategy

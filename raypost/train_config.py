@@ -29,7 +29,7 @@ class LoraConfig(ConfigModel):
     """Low-rank adapters: all that is trained of a model that stays as it is otherwise."""
 
     rank: Annotated[int, Field(ge=1)] = 16
-    alpha: Annotated[float, Field(gt=0)] = 32
+    alpha: Annotated[int, Field(ge=1)] = 32
     """Adapters add alpha / rank times their product."""
     target_modules: Literal["all-linear"] | tuple[str, ...] = "all-linear"
     """Ends of the names of the layers that are adapted; all-linear: all but the head."""

@@ -13,7 +13,7 @@ import pytest
 
 import raypost.buffer_journal as module
 from raypost.buffer_journal import BufferJournal
-from raypost.errors import CheckpointError
+from raypost.errors import CheckpointError, LedgerError
 from raypost.protocols import BufferBounds, TaskLimits
 from raypost.replay_buffer import ReplayBuffer
 from raypost.types import Status
@@ -92,6 +92,14 @@ def test_everything_is_as_it_was_after_a_death(host: Host) -> None:
     assert ids(now(host.buffer.pop("default", [Status.ABORTED], 9, 1))) == [5, 6]
 
 
+def test_claims_begin_again_after_a_reclaim_and_a_death(host: Host) -> None:
+    put(host.buffer, group(0, [0], status=Status.ABORTED))
+    now(host.buffer.pop("default", [Status.ABORTED], 1, 5))
+    now(host.buffer.reclaim())
+    host.restart()
+    assert ids(now(host.buffer.pop("default", [Status.ABORTED], 1, 1))) == [0]
+
+
 def test_trained_groups_stay_trained_after_a_death(host: Host) -> None:
     fill(host)
     host.restart()
@@ -151,9 +159,12 @@ def test_record_that_was_cut_off_is_removed_and_said(
         host.start()
     assert ("unfinished record" in caplog.text) == (kept != 0)
     assert counts(host.buffer) == {Status.COMPLETED: 1}
+    # Shorter than what was cut off.
+    now(host.buffer.acknowledge(1))
+    host.restart()
     put(host.buffer, group(1, [0]), group(2, [0]))
     host.restart()
-    assert lease_ids(host.buffer, 1, default=3) == [0, 1, 2]
+    assert lease_ids(host.buffer, 2, default=3) == [0, 1, 2]
 
 
 def test_data_without_a_record_is_ignored(host: Host) -> None:
@@ -282,6 +293,40 @@ def test_a_death_while_the_log_is_rewritten_leaves_the_old_one(host: Host, tmp_p
     other = Host(copy)
     assert now(other.buffer.counts()) == expected and len(other.data()) == 2
     other.die()
+
+
+def test_last_claim_survives_a_rewritten_log_though_its_groups_are_back(host: Host) -> None:
+    put(host.buffer, group(0, [0], status=Status.ABORTED))
+    now(host.buffer.pop("default", [Status.ABORTED], 1, 5))
+    put(host.buffer, group(0, [0], status=Status.ABORTED))
+    host.journal._rewrite_log()
+    host.restart()
+    with pytest.raises(LedgerError, match="claim 4 came after claim 5"):
+        now(host.buffer.pop("default", [Status.ABORTED], 1, 4))
+
+
+def test_rewritten_log_says_everything(host: Host) -> None:
+    fill(host)
+    host.journal.append({"full": True})
+    host.restart()
+    expected, tables = now(host.buffer.counts()), host.journal.tables
+    assert tables.full and tables.out and tables.leases and tables.expired[0]
+    host.journal._rewrite_log()
+    host.restart()
+    assert now(host.buffer.counts()) == expected
+    for name in (
+        "out",
+        "claim",
+        "reclaimed",
+        "leases",
+        "acknowledged",
+        "expired",
+        "full",
+        "next",
+        "restored",
+    ):
+        assert getattr(host.journal.tables, name) == getattr(tables, name), name
+    assert {task: one.ranges() for task, one in host.journal.tables.trained.items()} == {"default": [[0, 1]]}
 
 
 def test_expired_members_are_reset_on_disk_too(host: Host) -> None:

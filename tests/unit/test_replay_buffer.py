@@ -5,14 +5,17 @@
 from __future__ import annotations
 
 import asyncio
+import pickle
 from dataclasses import replace
+from itertools import product
 
 import numpy as np
 import pytest
 
 from raypost.checkpoint import CheckpointDir
 from raypost.errors import CheckpointError, ConfigError, LedgerError
-from raypost.packed import PackedGroups, pack_groups, unpack_groups
+from raypost.packed import PackedGroups, group_statuses, join_groups, pack_groups, split_groups, unpack_groups
+from raypost.packed_forms import from_buffer, to_buffers
 from raypost.protocols import BufferBounds, TaskLimits
 from raypost.replay_buffer import Order, ReplayBuffer
 from raypost.types import NO_VERSION, Group, Status
@@ -79,6 +82,16 @@ def test_second_put_replaces_and_keeps_the_place() -> None:
     put(buffer, group(0, [0, 0, 0]))
     assert counts(buffer) == {COMPLETED: 2}
     assert only(pop(buffer, COMPLETED, claim=1)).num_tokens == 3
+
+
+def test_replacing_one_leaves_its_neighbours_where_they_are() -> None:
+    for order in ("stalest_first", "fifo"):
+        buffer = make(order=order)
+        put(buffer, *(group(n, [0]) for n in range(4)))
+        put(buffer, group(2, [0, 0]))
+        put(buffer, group(1, [0], status=ABORTED))
+        assert ids(pop(buffer, COMPLETED, limit=9, claim=1)) == [0, 2, 3]
+        assert ids(pop(buffer, ABORTED, limit=9, claim=2)) == [1]
 
 
 def test_popped_group_that_comes_back_keeps_its_place() -> None:
@@ -182,6 +195,14 @@ def test_stale_tokens_are_masked_in_the_lease_and_only_there() -> None:
         True,
         True,
     ]
+
+
+def test_fresh_tokens_that_are_not_trained_stay_masked() -> None:
+    """Trap 37: intersect, not replace."""
+    buffer = make(threshold=9, tokens=2)
+    put(buffer, group(0, [1, 3, 3, NO_VERSION], masks=[[1, 0, 1, 0]]), train_step=5)
+    lease = now(buffer.lease(5, {"default": 1}))
+    assert lease is not None and lease.packed.masks.tolist() == [False, False, True, False]
 
 
 def test_masking_counts_from_the_step_of_the_lease() -> None:
@@ -557,10 +578,6 @@ async def test_buffer_works_from_many_tasks_at_once() -> None:
 
 
 def test_statuses_of_groups_are_those_of_their_members() -> None:
-    from itertools import product
-
-    from raypost.packed import group_statuses
-
     groups = []
     for n, statuses in enumerate(product(Status, repeat=2)):
         one = group(n, [0], [0])
@@ -571,8 +588,6 @@ def test_statuses_of_groups_are_those_of_their_members() -> None:
 
 
 def test_cut_and_joined_groups_are_the_same_and_own_their_arrays() -> None:
-    from raypost.packed import from_buffer, join_groups, split_groups, to_buffers
-
     groups: list[Group] = [group(0, [0, 1], []), group(1, [], [2], [3, 4, 5]), group(7, [1], task="other")]
     packed = pack_groups(groups)
     parts = split_groups(packed)
@@ -581,5 +596,46 @@ def test_cut_and_joined_groups_are_the_same_and_own_their_arrays() -> None:
     assert same_bytes(from_buffer(b"".join(to_buffers(packed))), packed)
     for part in parts:
         assert not any(np.shares_memory(a, b) for a, b in zip(part.columns, packed.columns, strict=True))
+    assert same_bytes(pickle.loads(pickle.dumps(packed)), packed)
     with pytest.raises(ValueError, match="no packed groups"):
         from_buffer(b"\x10" + bytes(30))
+
+
+@pytest.mark.parametrize("tokens", [1, 5000])
+def test_pickled_groups_are_the_same_and_their_long_columns_travel_beside_them(tokens: int) -> None:
+    packed, beside = pack_groups([group(0, [0] * tokens, []), group(1, [1])]), []
+    inside = pickle.dumps(packed, 5, buffer_callback=beside.append)
+    assert same_bytes(pickle.loads(inside, buffers=beside), packed)
+    assert len(beside) == (2 if tokens > 1 else 0) and len(inside) < 20_000
+
+
+def test_what_expired_or_was_replaced_is_not_held_any_more() -> None:
+    buffer = make(threshold=2)
+    put(buffer, group(0, [0]), *(group(n, [4]) for n in range(1, 5)), train_step=2)
+    assert len(now(buffer.refresh(3))) == 1
+    put(buffer, group(1, [4, 4]), train_step=3)
+    records = list(buffer._shelves)
+    blocks = {id(one.block): one.block for one in records}.values()
+    assert sum(len(block.records) for block in blocks) == len(records) == 4
+
+
+def test_versions_and_masks_are_kept_as_runs() -> None:
+    packed = pack_groups(
+        [group(0, [1] * 500 + [2] * 500, masks=[[1] * 900 + [0] * 100]), group(1, [2] * 500)]
+    )
+    runs = [column.tolist() for column in packed.columns[3:]]
+    assert runs == [[1, 2, 2, 2], [True, True, False, True], [500, 400, 100, 500]]
+    assert packed.run_offsets.tolist() == [0, 3, 4]
+
+
+def test_groups_that_stay_do_not_pin_those_that_came_with_them() -> None:
+    """Invariant 9: what is counted is what is held, within a factor of two."""
+    buffer = make(threshold=None)
+    put(buffer, *(group(n, [0] * 100) for n in range(32)))
+    for step in range(1, 32):
+        lease_ids(buffer, step, default=1)
+        now(buffer.acknowledge(step))
+        (record, *_) = records = list(buffer._shelves)
+        assert len({id(one.block) for one in records}) == 1
+        assert record.block.packed.nbytes <= 2 * sum(one.nbytes for one in records) + 8
+    assert ids(pop(buffer, COMPLETED, claim=1)) == [31]

@@ -404,7 +404,21 @@ class BufferMachine(RuleBasedStateMachine):
                 if key[0] == task and stored.place != "out":
                     expected[status] = expected.get(status, 0) + 1
             assert found.groups[task] == expected
+            for status in SHELVED:
+                shelf = [record.key for record in self.buffer._shelves.in_order(task, status)]
+                assert shelf == self.model.shelf(task, status)
         assert found.is_full == self.model.full
+
+    @invariant()
+    def holds_no_group_that_ended(self) -> None:
+        if self.journal is None:
+            return
+        records = [*self.buffer._shelves, *self.buffer._out, *self.buffer._leased]
+        blocks = {id(record.block): record.block for record in records}.values()
+        assert sum(len(block.records) for block in blocks) == len(records) == len(self.model.groups)
+        for record in records:
+            assert record.block.records[record.index] is record and record.packed.keys == (record.key,)
+            assert 2 * len(record.block.records) > record.block.packed.num_groups or len(blocks) == 1
 
     @invariant()
     def counts_its_bytes_and_bounds_its_files(self) -> None:
