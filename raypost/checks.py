@@ -84,6 +84,18 @@ def _fit_problems(config: Config, model: dict[str, Any]) -> list[str]:
     return problems
 
 
+def composition_problems(config: Config) -> list[str]:
+    """What the trainer group can do, but no job composes yet: better refused than ignored."""
+    problems = []
+    if config.train.critic is not None:
+        problems.append(
+            "train.critic is set, but jobs.train starts no critic: use an advantage without one (grpo, rloo, ...)"
+        )
+    if config.train.sft is not None:
+        problems.append("train.sft is set, but jobs.train mixes no examples in: leave it out")
+    return problems
+
+
 def source_problems(config: Config) -> list[str]:
     """Sources that do not exist, are empty or malformed, or whose prompts are longer than allowed."""
     tokenizer = _local_tokenizer(config)

@@ -12,7 +12,14 @@ import json
 from dataclasses import dataclass
 from pathlib import Path
 
-from raypost.checks import CONFIG_FILE, identity, model_problems, run_dir_problems, source_problems
+from raypost.checks import (
+    CONFIG_FILE,
+    composition_problems,
+    identity,
+    model_problems,
+    run_dir_problems,
+    source_problems,
+)
 from raypost.config import Config
 from raypost.errors import ClusterError, ConfigError
 from raypost.resources import Bundle, ClusterResources, bundles, describe, name_problems, place, shortages
@@ -63,7 +70,7 @@ def check(config: Config, *, cluster: ClusterResources | None = None) -> Plan:
     Raises ConfigError listing all problems at once; ClusterError if the cluster's resources are the only one.
     """
     problems = [*name_problems(config), *model_problems(config), *source_problems(config)]
-    problems += [*run_dir_problems(config), *schedule_problems(config)]
+    problems += [*composition_problems(config), *run_dir_problems(config), *schedule_problems(config)]
     lacking = shortages(config, cluster) if cluster else []
     if cluster and not cluster.elastic:
         problems += lacking
