@@ -19,7 +19,7 @@ from ray.actor import ActorHandle
 from ray.util.placement_group import PlacementGroup, remove_placement_group
 
 from actors import placement
-from actors.agent_loop import AgentLoopPool, AgentLoopWorker
+from actors.agent_loop import MANY, AgentLoopPool, AgentLoopWorker
 from actors.evaluator import Evaluator
 from actors.judge import JudgeWorker
 from actors.producer import ProducerActor
@@ -193,10 +193,11 @@ def _spawn_agents(cast: _Cast, model_path: str) -> AgentLoopPool:
     loops = [f"agent-loop-{n}" for n in range(cfg.rollout.agent_workers)]
     for name in judges:
         cast.add(JudgeWorker, name, cfg.tasks, name=name, max_restarts=-1)
-    generator, judge = Remote("rollout-controller", request_s), RemotePool(judges, request_s)
+    generator = Remote("rollout-controller", request_s, many=MANY)
+    judge = RemotePool(judges, request_s, many=MANY)
     for name in loops:
         cast.add(AgentLoopWorker, name, cfg, model_path, generator, judge, name=name, max_restarts=-1)
-    return AgentLoopPool(RemotePool(loops, 2 * request_s))
+    return AgentLoopPool(RemotePool(loops, 2 * request_s, many=MANY))
 
 
 def _spawn_light(

@@ -117,7 +117,7 @@ class Tokenizer:
 
     def decode(self, ids: Sequence[int] | IntArray) -> str:
         """Text of the ids, special tokens left out."""
-        return str(self._backend.decode([int(i) for i in ids], skip_special_tokens=True))
+        return str(self._backend.decode(np.asarray(ids).tolist(), skip_special_tokens=True))
 
     def chat(self, messages: list[dict[str, Any]]) -> str:
         """The messages ({"role": ..., "content": ...}) in the model's chat template, up to where the
