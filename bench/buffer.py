@@ -3,9 +3,9 @@
     python -m bench.buffer --groups 1000 20000
 
 Four producer actors put batches of 32 groups (8 responses of 512 token ids with logprobs: 33 KB) while the driver
-takes them in batches of 256, until every group has been taken; at most 2,048 are on their way. Ours does it with
-its journal on and a lease that is acknowledged for every batch, and its groups carry prompts, versions, masks and
-details on top.
+takes them in batches of 512 (`--take`), until every group has been taken; at most 2,048 are on their way. Ours
+does it with its journal on and a lease that is acknowledged for every batch, and its groups carry prompts,
+versions, masks and details on top.
 
 The peers are optional. They are not dependencies of raypost; to measure them too, install them into a folder of
 their own and name it:
@@ -18,6 +18,7 @@ their own and name it:
 from __future__ import annotations
 
 import argparse
+import contextlib
 import dataclasses
 import importlib.util
 import os
@@ -44,7 +45,7 @@ from raypost.protocols import BufferBounds, TaskLimits
 from raypost.types import Group, RolloutState, SampleParams, Status
 
 GROUP_SIZE, NUM_TOKENS, PROMPT_TOKENS = 8, 512, 64
-NUM_PRODUCERS, PUT_GROUPS, TAKE_GROUPS = 4, 32, 256
+NUM_PRODUCERS, PUT_GROUPS = 4, 32
 ORDER_GROUPS, AHEAD_GROUPS = 128, 2048
 """A producer is asked for so many groups at once; so many are on their way at most."""
 WARM_UP_GROUPS = 4096
@@ -216,7 +217,6 @@ class TorchRL(Subject):
         self.buffer = RayReplayBuffer(
             storage=partial(LazyTensorStorage, self.capacity),
             sampler=SamplerWithoutReplacement,
-            batch_size=TAKE_GROUPS,
             remote_config={"num_cpus": 0},
         )
         self.rb, self.taken = self.buffer.client(), 0
@@ -314,19 +314,20 @@ class ProducerActor:
             self.subject.put(start, min(PUT_GROUPS, first + count - start))
 
 
-def measure(subject: Subject, num_groups: int) -> dict[str, float]:
+def measure(subject: Subject, num_groups: int, take: int) -> dict[str, float]:
     """Groups a second from the first put to the last take, and how memory grew in between."""
     subject.start()
     producers = [ray.remote(num_cpus=0)(ProducerActor).remote(subject) for _ in range(NUM_PRODUCERS)]
     try:
         ray.get([one.ready.remote() for one in producers])
-        stream(subject, producers, 0, WARM_UP_GROUPS)
+        stream(subject, producers, 0, WARM_UP_GROUPS, take)
         driver, held = private_bytes(), subject.memory()
-        begin = time.perf_counter()
-        stream(subject, producers, WARM_UP_GROUPS, num_groups)
+        begin, used = time.perf_counter(), cpu_seconds()
+        stream(subject, producers, WARM_UP_GROUPS, num_groups, take)
         seconds = time.perf_counter() - begin
         return {
             "groups_per_s": num_groups / seconds,
+            "cpu_us": (cpu_seconds() - used) / num_groups * 1e6,
             "driver_mb": (private_bytes() - driver) / 2**20,
             "held_mb": held / 2**20,
             "held_growth_mb": (subject.memory() - held) / 2**20,
@@ -337,7 +338,7 @@ def measure(subject: Subject, num_groups: int) -> dict[str, float]:
         subject.stop()
 
 
-def stream(subject: Subject, producers: list[Any], first: int, num_groups: int) -> None:
+def stream(subject: Subject, producers: list[Any], first: int, num_groups: int, take: int) -> None:
     """Put and take `num_groups`, never more than AHEAD_GROUPS of them in between: as a bounded buffer has it."""
     deadline = time.monotonic() + DEADLINE_S
     ordered = taken = 0
@@ -347,7 +348,7 @@ def stream(subject: Subject, producers: list[Any], first: int, num_groups: int) 
             count = min(ORDER_GROUPS, num_groups - ordered)
             running.append(producers[len(running) % len(producers)].run.remote(first + ordered, count))
             ordered += count
-        found = subject.take(min(TAKE_GROUPS, num_groups - taken))
+        found = subject.take(min(take, num_groups - taken))
         taken += found
         if not found:
             if time.monotonic() > deadline:
@@ -356,6 +357,16 @@ def stream(subject: Subject, producers: list[Any], first: int, num_groups: int) 
                 )
             time.sleep(IDLE_S)
     ray.get(running)
+
+
+def cpu_seconds() -> float:
+    """CPU time of this process and all of Ray below it: what a busy machine changes less than the time it takes."""
+    total = 0.0
+    for process in (psutil.Process(), *psutil.Process().children(recursive=True)):
+        with contextlib.suppress(psutil.NoSuchProcess):
+            times = process.cpu_times()
+            total += times.user + times.system
+    return total
 
 
 def private_bytes() -> int:
@@ -370,6 +381,7 @@ def main() -> None:
     )
     parser.add_argument("--groups", type=int, nargs="+", default=[1000, 20_000])
     parser.add_argument("--repeat", type=int, default=3, help="runs of each; the median is printed")
+    parser.add_argument("--take", type=int, default=512, help="groups taken at once")
     parser.add_argument("--only", nargs="*", default=None, help="words of the subjects to measure")
     args = parser.parse_args()
     folder = tempfile.mkdtemp(prefix="rp-", dir="/tmp")
@@ -383,31 +395,31 @@ def main() -> None:
     )
     try:
         for num_groups in args.groups:
-            table(num_groups, args.repeat, args.only)
+            table(num_groups, args)
     finally:
         ray.shutdown()
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def table(num_groups: int, repeat: int, only: list[str] | None) -> None:
+def table(num_groups: int, args: argparse.Namespace) -> None:
     """Print one table: every subject at one number of groups. They take turns, so that what else the machine does
     falls on all of them."""
     subjects: list[Subject] = [Raypost(), RayQueue(), TorchRL(num_groups + WARM_UP_GROUPS), TransferQueue()]
-    chosen = [one for one in subjects if not only or any(word in one.name for word in only)]
+    chosen = [one for one in subjects if not args.only or any(word in one.name for word in args.only)]
     lacks = {
         one.name: [need for need in one.needs if importlib.util.find_spec(need) is None] for one in chosen
     }
     runs: dict[str, list[dict[str, float]]] = {one.name: [] for one in chosen}
-    for _ in range(repeat):
+    for _ in range(args.repeat):
         for one in chosen:
             if not lacks[one.name]:
-                runs[one.name].append(measure(one, num_groups))
+                runs[one.name].append(measure(one, num_groups, args.take))
     print(
-        f"\n{num_groups} groups of 33 KB, {NUM_PRODUCERS} producers, batches of {PUT_GROUPS}, {repeat} runs each"
+        f"\n{num_groups} groups of 33 KB, {NUM_PRODUCERS} producers, put by {PUT_GROUPS}, taken by {args.take}, "
+        f"{args.repeat} runs each"
     )
-    print(
-        f"{'':34}{'groups/s':>9}{'(lowest, highest)':>19}{'raypost is':>12}{'driver grew':>13}{'buffer grew':>13}"
-    )
+    names = ("groups/s", "(lowest, highest)", "raypost is", "CPU/group", "driver grew", "buffer grew")
+    print(" " * 34 + "".join(f"{name:>{width}}" for name, width in zip(names, _WIDTHS, strict=True)))
     ours = 0.0
     for name, found in runs.items():
         if lacks[name]:
@@ -416,10 +428,17 @@ def table(num_groups: int, repeat: int, only: list[str] | None) -> None:
         rates = [run["groups_per_s"] for run in found]
         rate = statistics.median(rates)
         ours = ours or rate
+        cpu = statistics.median(run["cpu_us"] for run in found)
         driver, held = (max(run[key] for run in found) for key in ("driver_mb", "held_growth_mb"))
         grew = f"{held:+.0f} MB" if found[0]["held_mb"] else ""
         spread = f"({min(rates):.0f}, {max(rates):.0f})"
-        print(f"{name:34}{rate:9.0f}{spread:>19}{ours / rate:11.2f}x{driver:+10.0f} MB{grew:>13}", flush=True)
+        print(
+            f"{name:34}{rate:9.0f}{spread:>19}{ours / rate:11.2f}x{cpu:8.0f} us{driver:+10.0f} MB{grew:>13}",
+            flush=True,
+        )
+
+
+_WIDTHS = (9, 19, 12, 11, 13, 13)
 
 
 if __name__ == "__main__":

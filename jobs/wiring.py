@@ -221,7 +221,7 @@ def _spawn_light(
         str((cfg.run_dir / "buffer").resolve()) if cfg.buffer.journal else None,
         uuid.uuid4().hex,
         name="replay-buffer",
-        max_restarts=-1,
+        max_restarts=-1 if cfg.buffer.journal else 0,
     )
     store = Remote("replay-buffer", CALL_TIMEOUT_S, tries=RESTART_TRIES)
     producer = cast.add(ProducerActor, cfg, model_path, agents, store, control, name="producer")

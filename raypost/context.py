@@ -97,6 +97,7 @@ class ProduceContext:
         self._dispatches: Counter[GroupKey] = Counter()
         self._failed_in_a_row = 0
         self._claim = 0
+        """Of the last call that moved groups out of the buffer: asked again with it, it gives the same answer."""
 
     async def locked(self, step: Callable[[], Coroutine[Any, Any, T]]) -> T:
         """Run one step under the lock, to its end even if the caller is cancelled."""
@@ -328,7 +329,8 @@ class ProduceContext:
 
     async def refresh(self, train_step: int) -> None:
         """Age the buffer at `train_step` and account for what expired. Lock held."""
-        gone = await self.buffer.refresh(train_step)
+        self._claim += 1
+        gone = await self.buffer.refresh(train_step, self._claim)
         if gone:
             self.pending.changed.notify()
         for expired in gone:

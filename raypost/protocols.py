@@ -166,8 +166,8 @@ class Buffer(Protocol):
         are not stored, and a popped group put as one of these is gone."""
         ...
 
-    async def refresh(self, train_step: int) -> list[ExpiredGroup]:
-        """Age everything again at `train_step`; returns what newly expired."""
+    async def refresh(self, train_step: int, claim: int = 0) -> list[ExpiredGroup]:
+        """Age everything again at `train_step`; returns what newly expired. `claim` as in `pop`; 0: none."""
         ...
 
     async def pop(self, task: str, sources: Sequence[Status], limit: int, claim: int) -> PackedGroups | None:
