@@ -31,6 +31,7 @@ run: $(INSTALLED)  ## train on this machine: RECIPE=quickstart ARGS="train.num_s
 
 test: $(INSTALLED)  ## unit tests, actor tests, end-to-end tests
 	$(BIN)/python -m pytest $(PYTEST_ARGS) tests/unit tests/test_layers.py
+	$(BIN)/python -m pytest $(PYTEST_ARGS) tests/peers
 	$(BIN)/python -m pytest $(PYTEST_ARGS) tests/actors
 	$(BIN)/python -m pytest $(PYTEST_ARGS) tests/jobs
 
