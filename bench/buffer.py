@@ -27,6 +27,7 @@ import statistics
 import tempfile
 import time
 import uuid
+from abc import ABC, abstractmethod
 from typing import Any
 
 import numpy as np
@@ -59,7 +60,7 @@ def payload() -> dict[str, np.ndarray]:
     return {"ids": np.full(shape, 7, np.int32), "logprobs": np.full(shape, -0.5, np.float32)}
 
 
-class Subject:
+class Subject(ABC):
     """One way from producers to a consumer. It travels to the producers by pickle."""
 
     name = ""
@@ -67,17 +68,19 @@ class Subject:
 
     def start(self) -> None:
         """Start what the subject needs, in the driver."""
+        return None
 
     def connect(self) -> None:
         """Make ready to put, in a producer."""
+        return None
 
+    @abstractmethod
     def put(self, first: int, count: int) -> None:
         """Put groups `first` to `first + count - 1`; returns when they are there."""
-        raise NotImplementedError
 
+    @abstractmethod
     def take(self, limit: int) -> int:
         """Take up to `limit` groups in the driver and look at them; how many there were."""
-        raise NotImplementedError
 
     def memory(self) -> int:
         """Resident bytes of whatever holds the groups, 0 if not known."""
@@ -85,6 +88,7 @@ class Subject:
 
     def stop(self) -> None:
         """End what was started."""
+        return None
 
 
 class MeasuredBuffer(ReplayBufferActor):

@@ -13,13 +13,10 @@ Axes: T trained tokens of whole sequences, row after row, B sequences.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-import numpy as np
 import torch
-from numpy.typing import ArrayLike
 from torch import Tensor
 
 from raypost.algorithm_config import BoundsConfig, CorrectionConfig, Level
@@ -152,21 +149,3 @@ def inside(ratio_T: Tensor, lower: float | None, upper: float | None) -> Tensor:
 
 def _bounded(bounds: BoundsConfig) -> bool:
     return bounds.lower is not None or bounds.upper is not None
-
-
-def check_logprobs(
-    logprobs: Sequence[ArrayLike | None], lengths: Sequence[int], names: Sequence[str]
-) -> None:
-    """Raise ValueError, naming the trajectory, unless each has one finite logprob a trained token.
-
-    `names` say which trajectory of which group each is.
-    """
-    for values, length, name in zip(logprobs, lengths, names, strict=True):
-        if values is None:
-            raise ValueError(f"{name} has no logprobs: the engine must report them")
-        array = np.asarray(values)
-        if len(array) != length:
-            raise ValueError(f"{name} has {len(array)} logprobs for {length} trained tokens")
-        if not np.isfinite(array).all():
-            at = int(np.flatnonzero(~np.isfinite(array))[0])
-            raise ValueError(f"{name} has logprob {array[at]} at trained token {at}: it must be finite")

@@ -9,17 +9,16 @@ from __future__ import annotations
 import time
 from pathlib import Path
 
-import torch
 from torch import Tensor
 
 from raypost.config import Config
-from raypost.engine import Engine, start_process_group
+from raypost.engine import Engine
 from raypost.errors import CheckpointError
 from raypost.losses import value_loss
 from raypost.packed import PackedGroups
 from raypost.packing import MicroBatch, packing_rule
 from raypost.policy import Critic, load_model, pair_cost
-from raypost.rank import Part, Rank, batch_metrics
+from raypost.rank import Part, Rank, batch_metrics, begin
 from raypost.self_check import check_packing
 from raypost.step_sums import ValueSums
 from raypost.token_advantages import TokenAdvantages
@@ -32,10 +31,7 @@ class CriticRank(Rank):
     def __init__(self, config: Config, model_path: str, rank: int, world_size: int) -> None:
         """Raises ConfigError if the model cannot be trained as configured."""
         train = config.train
-        if config.device == "cpu":
-            torch.set_num_threads(train.threads)
-        start_process_group(config, rank, world_size)
-        torch.manual_seed(config.seed)
+        begin(config, rank, world_size)
         model = load_model(model_path, config.model.dtype, train.gradient_checkpointing)
         rule = packing_rule(train, pair_cost(model))
         critic = Critic(model)

@@ -37,6 +37,8 @@ from raypost.errors import CheckpointError
 from raypost.lora import MergedWeight
 from raypost.weights import Bytes
 
+_DAMAGE = (OSError, EOFError, ValueError, RuntimeError, KeyError, AssertionError, pickle.UnpicklingError)
+"""What reading a damaged checkpoint, or one of another model, raises somewhere below."""
 _TAG = "deepspeed"
 _UNIVERSAL = "universal"
 _META = "trainer.json"
@@ -167,15 +169,7 @@ class Engine:
             found, state = (
                 self._load_elsewhere(path) if other else self._engine.load_checkpoint(str(path), tag=_TAG)
             )
-        except (
-            OSError,
-            EOFError,
-            ValueError,
-            RuntimeError,
-            KeyError,
-            AssertionError,
-            pickle.UnpicklingError,
-        ) as error:
+        except _DAMAGE as error:
             raise CheckpointError(f"{path / _TAG} is damaged or not of this model: {error!r:.300}") from error
         if found is None:
             raise CheckpointError(f"{path / _TAG} holds no DeepSpeed state")
@@ -190,15 +184,7 @@ class Engine:
             shutil.rmtree(path / _UNIVERSAL, ignore_errors=True)
             try:
                 _make_universal(path / _TAG, path / _UNIVERSAL)
-            except (
-                OSError,
-                EOFError,
-                ValueError,
-                RuntimeError,
-                KeyError,
-                AssertionError,
-                pickle.UnpicklingError,
-            ) as error:
+            except _DAMAGE as error:
                 problem = repr(error)
         # Every rank must learn of a failure, or the others would wait for this one.
         told = [problem]

@@ -140,11 +140,6 @@ class JournalReader:
         self._starts, self._ends = _surviving(restarts, self._end)
         self.first_s, self.last_s = (_time_of(raw) for raw in ends)
 
-    @property
-    def num_void_bytes(self) -> int:
-        """Bytes that restores made void."""
-        return self._end - (sum(self._ends) - sum(self._starts))
-
     def lines(self, wanted: Callable[[bytes], bool] | None = None, *, void: bool = False) -> Iterator[Line]:
         """The lines in the order they were written, those that are void only if asked for.
 

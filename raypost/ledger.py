@@ -262,10 +262,6 @@ class Ledger:
         buffered = self._places[Place.BUFFERED] + self._places[Place.LEASED]
         return self.counts(buffered, self._places[Place.IN_FLIGHT])
 
-    def num_live(self, place: Place) -> int:
-        """Groups that the ledger believes to be there."""
-        return self._places[place]
-
     def live(self) -> Iterator[tuple[GroupKey, Place]]:
         """Every group that has not ended, and where it is."""
         return ((key, entry.place) for key, entry in self._live.items())

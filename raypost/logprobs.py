@@ -11,8 +11,6 @@ Axes: T chosen tokens of one chunk, V vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 from torch import Tensor
 
@@ -109,20 +107,4 @@ def sampling_support(scaled_TV: Tensor, targets_T: Tensor, top_p_T: Tensor, top_
     cut_TV[:, -1] = False
     inside_TV &= ~cut_TV
     support_TV = torch.zeros_like(inside_TV).scatter_(-1, order_TV, inside_TV)
-    return support_TV.scatter_(-1, targets_T[:, None], True)
-
-
-def support_of(token_ids: Sequence[Sequence[int]], targets_T: Tensor, vocabulary: int) -> Tensor:
-    """vLLM's sampling mask, the token ids that could be sampled at each of T tokens -> support_TV, bool.
-
-    Raises ValueError if there are not T of them.
-    """
-    if len(token_ids) != len(targets_T):
-        raise ValueError(f"a sampling mask of {len(token_ids)} tokens, but {len(targets_T)} targets")
-    support_TV = torch.zeros(len(targets_T), vocabulary, dtype=torch.bool, device=targets_T.device)
-    rows = torch.repeat_interleave(
-        torch.arange(len(token_ids)), torch.tensor([len(ids) for ids in token_ids])
-    )
-    columns = torch.tensor([one for ids in token_ids for one in ids], dtype=torch.int64)
-    support_TV[rows.to(targets_T.device), columns.to(targets_T.device)] = True
     return support_TV.scatter_(-1, targets_T[:, None], True)

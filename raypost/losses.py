@@ -230,16 +230,6 @@ def policy_objective(
     return LossTerms(loss, policy.detach(), kl.detach(), ratio_T, clipped_T, kl_T)
 
 
-def sft_loss(logprobs_T: Tensor, normaliser: float, coefficient: float = 1.0) -> Tensor:
-    """Cross entropy of supervised tokens, to be added to the policy's loss: -coefficient / normaliser * sum_T.
-
-    `normaliser`: the supervised tokens of the whole step, over all micro-batches and ranks; it must be positive.
-    """
-    if not normaliser > 0:
-        raise ValueError(f"the normaliser must be a positive number of tokens, got {normaliser}")
-    return -coefficient / normaliser * logprobs_T.sum()
-
-
 @dataclass(frozen=True, slots=True)
 class ValueTerms:
     """The critic's loss of a micro-batch (scalar, with gradient) and which tokens its clip decided."""

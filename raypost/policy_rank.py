@@ -25,14 +25,14 @@ from transformers import AutoTokenizer
 from raypost.algorithm_config import LOSSES
 from raypost.config import Config
 from raypost.corrections import correct, proximal_logprobs
-from raypost.engine import Engine, Frozen, start_process_group
+from raypost.engine import Engine, Frozen
 from raypost.head import Sampling
 from raypost.lora import MergedWeight, add_adapters, merged_weights, without_adapters
 from raypost.losses import LossTokens, load_policy_loss, policy_objective
 from raypost.packed import PackedGroups
 from raypost.packing import MicroBatch, packing_rule
 from raypost.policy import DTYPES, Policy, load_model, pair_cost
-from raypost.rank import Part, Rank, batch_metrics
+from raypost.rank import Part, Rank, batch_metrics, begin
 from raypost.self_check import check_head, check_packing
 from raypost.step_sums import StepSums
 from raypost.token_advantages import TokenAdvantages, token_advantages, with_advantage
@@ -58,10 +58,7 @@ class PolicyRank(Rank):
     def __init__(self, config: Config, model_path: str, rank: int, world_size: int) -> None:
         """Raises ConfigError if the model cannot be trained as configured."""
         train = config.train
-        if config.device == "cpu":
-            torch.set_num_threads(train.threads)
-        start_process_group(config, rank, world_size)
-        torch.manual_seed(config.seed)
+        begin(config, rank, world_size)
         self._model_path = model_path
         model = load_model(model_path, config.model.dtype, train.gradient_checkpointing)
         cost = pair_cost(model)

@@ -80,7 +80,7 @@ class Prefetch(Generic[ItemT]):
             for process in self._context.processes:
                 if process.pid is not None and process.is_alive():
                     process.kill()
-                    process.join()
+                    process.join(KILLED_S)
 
     def _result(self) -> list[ItemT]:
         wait([self._pending], self._timeout_s)

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from raypost.config import Config
-from raypost.engine import Engine
+from raypost.engine import Engine, start_process_group
 from raypost.errors import LedgerError
 from raypost.losses import sequence_scales
 from raypost.metrics import REWARD_MEAN
@@ -47,6 +47,14 @@ def learning_rate(train: TrainConfig, step: int) -> float:
     done = min(1.0, done)
     factor = {"constant": 1.0, "linear": 1 - done, "cosine": (1 + math.cos(math.pi * done)) / 2}
     return train.learning_rate * factor[train.lr_schedule]
+
+
+def begin(config: Config, rank: int, world_size: int) -> None:
+    """What every model of a rank begins with, before it is made: threads, the other ranks, the seed."""
+    if config.device == "cpu":
+        torch.set_num_threads(config.train.threads)
+    start_process_group(config, rank, world_size)
+    torch.manual_seed(config.seed)
 
 
 @dataclass(frozen=True, slots=True)

@@ -140,17 +140,9 @@ class AsyncProduceStrategy:
 class SyncProduceStrategy(AsyncProduceStrategy):
     """Nothing ahead of the consumer, nothing beyond the batch, no data older than one sync period."""
 
-    def __init__(
-        self,
-        config: StrategyConfig,
-        sync_weights_interval: int,
-        is_valid: IsValid | None = None,
-        should_continue: ShouldContinue | None = None,
-    ) -> None:
-        on_policy = config.model_copy(
-            update={"max_staleness": 0, "over_sample_threshold": 0.0, "admission": "horizon"}
-        )
-        super().__init__(on_policy, sync_weights_interval, is_valid, should_continue)
+    def __init__(self, config: StrategyConfig, *args: Any, **kwargs: Any) -> None:
+        on_policy = {"max_staleness": 0, "over_sample_threshold": 0.0, "admission": "horizon"}
+        super().__init__(config.model_copy(update=on_policy), *args, **kwargs)
 
     def waits_for_consumer(self, future_step: int, next_consumer_step: int) -> bool:
         """A step is produced once the batch before it was taken."""

@@ -17,6 +17,9 @@ from queue import SimpleQueue
 from typing import Any, TypeVar
 
 log = logging.getLogger(__name__)
+
+STOP_S = 30.0
+"""How long a loop may take to end what it is doing."""
 T = TypeVar("T")
 
 
@@ -90,9 +93,11 @@ class LoopThread:
         return asyncio.run_coroutine_threadsafe(work, self._loop)
 
     def stop(self) -> None:
-        """Cancel whatever still runs in the loop, and end it."""
+        """Cancel whatever still runs in the loop, and end it. What does not end in time is left behind."""
         self._loop.call_soon_threadsafe(self._ended.set)
-        self._thread.join()
+        self._thread.join(STOP_S)
+        if self._thread.is_alive():
+            log.warning("%s did not end within %g s and is left behind", self._thread.name, STOP_S)
 
     def _work(self) -> None:
         with asyncio.Runner(loop_factory=lambda: self._loop) as runner:

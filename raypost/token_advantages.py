@@ -16,9 +16,6 @@ from raypost.algorithm_config import AdvantageConfig, KlConfig
 from raypost.rewards import kl_rewards, overlong_penalties
 from raypost.train_batch import Column, Sample, TrainBatch
 
-SESSION = "session_id"
-"""Key of `RolloutState.metadata` whose value the trajectories of one session share."""
-
 
 @dataclass(frozen=True, slots=True)
 class TokenAdvantages:
@@ -67,7 +64,7 @@ def token_advantages(
         lengths_N=np.asarray([sample.num_trained for sample in samples], np.int64),
         group_sizes=[len(group) for group in batch.groups],
         group_names=[str(group[0].key) for group in batch.groups],
-        sessions_N=[_session(sample) for sample in samples],
+        sessions_N=[sample.session for sample in samples],
         token_rewards_M=token_rewards_M,
         values_M=None if values is None else values[places_M].astype(np.float64),
     )
@@ -80,11 +77,6 @@ def token_advantages(
 
     returns = None if result.returns_M is None else column(result.returns_M)
     return TokenAdvantages(column(result.advantages_M), returns)
-
-
-def _session(sample: Sample) -> tuple[str, object]:
-    session = sample.state.metadata.get(SESSION)
-    return ("sample", sample.state.sample_index) if session is None else ("session", session)
 
 
 def with_advantage(advantages: Column) -> Callable[[Sample], bool]:

@@ -22,6 +22,10 @@ from raypost.types import Group, GroupKey, RolloutState, Status
 Column = NDArray[np.float32]
 
 
+SESSION = "session_id"
+"""Key of `RolloutState.metadata` whose value the trajectories of one session share."""
+
+
 @dataclass(frozen=True, slots=True)
 class Sample:
     """One trainable trajectory."""
@@ -43,6 +47,12 @@ class Sample:
     def num_trained(self) -> int:
         """Tokens that count in the loss's normaliser."""
         return int(np.count_nonzero(self.state.response_mask))
+
+    @property
+    def session(self) -> tuple[str, object]:
+        """The member of its group that it belongs to: its session, or itself."""
+        session = self.state.metadata.get(SESSION)
+        return ("sample", self.state.sample_index) if session is None else ("session", session)
 
     @property
     def trained(self) -> NDArray[np.int64]:
@@ -102,9 +112,11 @@ def _trainable(group: Group, starts: Sequence[int], smallest_group: int, left_ou
             samples.append(Sample(state, start))
         else:
             left_out.append(f"group {group.key} sample {state.sample_index}: {reason}")
-    if len(samples) < smallest_group:
+    # Trajectories of one session have one reward between them: they are one member.
+    members = len({sample.session for sample in samples})
+    if members < smallest_group:
         left_out.append(
-            f"group {group.key}: {len(samples)} trainable of {len(group.states)}, {smallest_group} are needed"
+            f"group {group.key}: {members} trainable of {len(group.states)}, {smallest_group} are needed"
         )
         return []
     return samples

@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
-from raypost.algorithm_config import AdvantageConfig, CorrectionConfig, LossConfig, SftConfig
+from raypost.algorithm_config import AdvantageConfig, CorrectionConfig, LossConfig
 from raypost.task_config import ConfigModel
 
 
@@ -71,8 +71,6 @@ class TrainConfig(ConfigModel):
     """Needed by, and only used with, the advantage `gae`."""
     lora: LoraConfig | None = None
     """Train adapters of the policy only; null: train all of it."""
-    sft: SftConfig | None = None
-    """Supervised examples mixed into every step; null: none."""
     learning_rate: Annotated[float, Field(gt=0)] = 1e-6
     lr_schedule: Literal["constant", "linear", "cosine"] = "constant"
     warmup_steps: Annotated[int, Field(ge=0)] = 0

@@ -15,6 +15,8 @@ from typing import IO, Any
 
 import numpy as np
 
+from raypost.journal import remove_torn_line
+
 CONFIG = "config.yaml"
 METRICS = "metrics.jsonl"
 """A line a train step."""
@@ -26,8 +28,6 @@ REPORT_JSON = "report.json"
 REPORT_HTML = "report.html"
 TIMELINE_PNG = "timeline.png"
 CURVES_PNG = "curves.png"
-
-_CHUNK = 1 << 16
 
 
 def write_atomically(path: Path, content: str | bytes) -> None:
@@ -48,7 +48,7 @@ class LineWriter:
     """Appends JSON objects to a file, each on a line of its own, flushed to the system when written."""
 
     def __init__(self, path: Path) -> None:
-        _remove_torn_line(path)
+        remove_torn_line(path)
         self._file: IO[str] = open(path, "a", encoding="utf-8")  # noqa: SIM115  closed by `close`
 
     def write(self, *objects: Mapping[str, Any]) -> None:
@@ -95,21 +95,3 @@ def plain(item: Mapping[str, Any]) -> dict[str, Any]:
     if not_finite:
         result["not_finite"] = not_finite
     return result
-
-
-def _remove_torn_line(path: Path) -> None:
-    if not path.exists():
-        return
-    with open(path, "r+b") as file:
-        end = file.seek(0, os.SEEK_END)
-        position = end
-        while position > 0:
-            start = max(0, position - _CHUNK)
-            file.seek(start)
-            newline = file.read(position - start).rfind(b"\n")
-            if newline >= 0:
-                position = start + newline + 1
-                break
-            position = start
-        if position < end:
-            file.truncate(position)

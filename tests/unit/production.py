@@ -25,6 +25,7 @@ from raypost.sampler import Sampler
 from raypost.strategy import build_strategy
 from raypost.task_config import JudgeConfig, SourceConfig, StrategyConfig, TaskConfig
 from raypost.types import Group, RolloutState, SampleParams, Status
+from tests.unit.prompts import Number, Numbers
 
 T = TypeVar("T")
 STOP = 2
@@ -66,24 +67,6 @@ def virtual(main: Coroutine[Any, Any, T]) -> T:
 
 class HostDied(Exception):
     """Stands for the error a caller sees when the actor that ran its call is gone."""
-
-
-class Numbers:
-    """A source whose prompt i is the number i."""
-
-    def __init__(self, size: int) -> None:
-        self.size = size
-
-    def __len__(self) -> int:
-        return self.size
-
-    def sample(self, index: int) -> Number:
-        return Number(index)
-
-
-class Number:
-    def __init__(self, index: int) -> None:
-        self.text, self.metadata = str(index), {"answer": str(index)}
 
 
 def encode(prompt: Number) -> Any:

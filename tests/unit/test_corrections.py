@@ -11,7 +11,6 @@ from hypothesis import strategies as st
 from raypost.algorithm_config import BoundsConfig, CorrectionConfig
 from raypost.corrections import (
     Correction,
-    check_logprobs,
     correct,
     inside,
     interpolation,
@@ -176,17 +175,6 @@ def test_a_coupled_ratio_needs_no_weight_and_rejects_by_the_trainers_logprobs():
 def test_bounds_that_exclude_equal_policies_or_are_not_stated_are_refused(bounds, text):
     with pytest.raises(ValueError, match=text):
         BoundsConfig(**bounds)
-
-
-def test_missing_logprobs_are_refused_by_the_name_of_their_trajectory():
-    names = ["group ('sum', 3) sample 0", "group ('sum', 3) sample 1"]
-    check_logprobs([[-1.0], [-1.0, -2.0]], [1, 2], names)
-    for bad, text in (
-        (None, "has no logprobs"), ([-1.0], "has 1 logprobs for 2 trained tokens"),
-        ([-1.0, np.nan], "has logprob nan at trained token 1"),
-    ):  # fmt: skip
-        with pytest.raises(ValueError, match=rf"group \('sum', 3\) sample 1 {text}"):
-            check_logprobs([[-1.0], bad], [1, 2], names)
 
 
 def test_no_correction_weighs_everything_once():

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from raypost.errors import CheckpointError, LedgerError
-from raypost.ledger import MAX_WHY, Ledger, OrdinalSet, Place, group_facts
+from raypost.ledger import MAX_WHY, Ledger, OrdinalSet, group_facts
 from raypost.types import NO_VERSION, Status
 from tests.unit.production import group
 
@@ -64,7 +64,7 @@ def test_every_end_is_counted_under_its_name() -> None:
         "in_flight": 1,
         "lost": 0,
     }
-    assert (ledger.num_live(Place.BUFFERED), ledger.num_live(Place.IN_FLIGHT)) == (1, 1)
+    assert (ledger.believed().buffered, ledger.believed().in_flight) == (1, 1)
 
 
 def test_lost_is_measured_against_what_really_is_there() -> None:
@@ -246,7 +246,7 @@ def test_a_refused_lease_moves_none_of_its_groups() -> None:
     with pytest.raises(ValueError, match="shorter"):
         ledger.leased([key(0), key(1)], 1, [0])
     assert ledger.open_leases() == {}
-    assert ledger.num_live(Place.BUFFERED) == 2
+    assert ledger.believed().buffered == 2
 
 
 def test_a_state_names_how_far_the_journal_was_and_that_much_is_on_the_disk(tmp_path: Path) -> None:

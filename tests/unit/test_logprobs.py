@@ -2,13 +2,12 @@
 
 import math
 
-import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from raypost.logprobs import chosen_logprobs, sampling_support, support_of
+from raypost.logprobs import chosen_logprobs, sampling_support
 
 
 def naive_support(logits, top_p, top_k):
@@ -133,13 +132,3 @@ def test_rows_that_cut_nothing_keep_all_beside_rows_that_do():
     targets = torch.zeros(2, dtype=torch.long)
     support = sampling_support(logits, targets, torch.tensor([1.0, 0.3]), torch.tensor([0, 0]))
     assert support[0].all() and not support[1].all()
-
-
-def test_a_sampling_mask_of_the_engine_is_a_support():
-    targets = torch.tensor([2, 0])
-    support = support_of([[0, 2], [1]], targets, 4)
-    assert support.tolist() == [[True, False, True, False], [True, True, False, False]]
-    logprobs, _ = chosen_logprobs(torch.zeros(2, 4), targets, torch.ones(2), support)
-    assert np.allclose(logprobs, -math.log(2))
-    with pytest.raises(ValueError, match="a sampling mask of 1 tokens, but 2 targets"):
-        support_of([[0]], targets, 4)

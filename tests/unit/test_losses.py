@@ -18,7 +18,6 @@ from raypost.losses import (
     policy_objective,
     ppo,
     sequence_scales,
-    sft_loss,
     value_loss,
 )
 from raypost.rewards import kl_rewards
@@ -324,21 +323,6 @@ def test_value_loss_is_its_formula(seed, clip):
     terms = value_loss(*(torch.from_numpy(x) for x in (values, before, returns, scales)), clip)
     assert terms.loss.item() == pytest.approx(expected, abs=1e-9)
     assert bool(terms.clipped_T.any()) == (clip is not None)
-
-
-def test_sft_loss_is_the_mean_cross_entropy_over_the_whole_step():
-    logprobs = -torch.rand(10, dtype=torch.float64)
-    whole = sft_loss(logprobs, 10, 0.5)
-    assert whole.item() == pytest.approx(-0.5 * logprobs.mean().item())
-    assert (sft_loss(logprobs[:3], 10, 0.5) + sft_loss(logprobs[3:], 10, 0.5)).item() == pytest.approx(
-        whole.item()
-    )
-    for bad in (0, -1, float("nan")):
-        with pytest.raises(ValueError, match="normaliser"):
-            sft_loss(logprobs, bad)
-
-
-# ---------------------------------------------------------------- one's own, and what is refused
 
 
 def advantage_weighted(tokens, config):

@@ -268,3 +268,13 @@ def test_planning_is_deterministic():
     first = micro_batches(planned(make_groups(8)).samples, 1, 2, PackingRule(30))
     again = micro_batches(planned(make_groups(8)).samples, 1, 2, PackingRule(30))
     assert all(np.array_equal(a.index_T, b.index_T) for a, b in zip(first, again, strict=True))
+
+
+def test_trajectories_of_one_session_are_one_member_of_their_group():
+    """Two segments of one session have one reward between them, with which nothing can be compared."""
+    alone, two = (Group(task="task", group_id=g, states=[make_state(g, 0), make_state(g, 1)]) for g in range(2))
+    for state in alone.states:
+        state.metadata = {"session_id": "s"}
+    batch = planned([alone, two])
+    assert {sample.key for sample in batch.samples} == {("task", 1)}
+    assert batch.left_out == ["group ('task', 0): 1 trainable of 2, 2 are needed"]
