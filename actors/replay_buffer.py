@@ -19,11 +19,11 @@ from typing import Any, TypeVar
 
 import ray
 
-from raypost.buffer_journal import BufferJournal
+from raypost.buffer.journal import BufferJournal
+from raypost.buffer.replay_buffer import Order, ReplayBuffer
 from raypost.errors import CheckpointError
 from raypost.packed import PackedGroups
 from raypost.protocols import BufferBounds, BufferCounts, ExpiredGroup, Lease, PutResult, TaskLimits
-from raypost.replay_buffer import Order, ReplayBuffer
 from raypost.types import GroupKey, Status
 
 T = TypeVar("T")

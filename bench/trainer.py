@@ -32,8 +32,8 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from raypost.config import parse_config
 from raypost.packed import PackedGroups, pack_groups
-from raypost.packing import PackingRule, micro_batches
-from raypost.train_batch import Sample, plan_batch
+from raypost.trainer.packing import PackingRule, micro_batches
+from raypost.trainer.train_batch import Sample, plan_batch
 from raypost.types import Group, RolloutState, SampleParams, Status
 
 Step = Callable[[int], Any]
@@ -85,7 +85,7 @@ def make_model(args: argparse.Namespace) -> LlamaForCausalLM:
 
 def fit_step(args: argparse.Namespace, folder: str, packed: PackedGroups, **train: Any) -> Step:
     """raypost's step, in this process: one rank."""
-    from raypost.policy_rank import PolicyRank
+    from raypost.trainer.policy_rank import PolicyRank
 
     config = parse_config({
         "model": {"name": "tiny"},
@@ -229,7 +229,7 @@ def compare(args: argparse.Namespace, lognormal: bool) -> None:
 
 def head_peak(args: argparse.Namespace, max_bytes: int, pipe: Any) -> None:
     """Peak memory and time of the head's forward and backward pass, in a process of its own."""
-    from raypost.head import ChunkedHead, LogitRule, Sampling
+    from raypost.trainer.head import ChunkedHead, LogitRule, Sampling
 
     torch.set_num_threads(args.threads)
     head = torch.nn.Linear(args.hidden, args.vocab, bias=False)

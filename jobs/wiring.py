@@ -28,7 +28,8 @@ from actors.replay_buffer import ReplayBufferActor
 from actors.rollout_controller import RolloutController
 from actors.rollout_worker import EngineConfig, RolloutWorker
 from actors.telemetry import Telemetry
-from actors.trainer import CONCURRENCY_GROUPS, TrainerGroup, TrainerWorker
+from actors.trainer import TrainerGroup
+from actors.trainer_worker import CONCURRENCY_GROUPS, TrainerWorker
 from actors.weight_broadcaster import WeightBroadcaster
 from jobs.roles import Roles
 from raypost import plan

@@ -6,6 +6,7 @@ calls it (advantage.py, losses.py).
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
@@ -164,6 +165,19 @@ class CorrectionConfig(ConfigModel):
     """A sequence with a token whose ratio is below is not trained; null: all are."""
     staleness_power: Annotated[float, Field(ge=0)] = 0.0
     """Weights are divided by (1 + staleness) to this power."""
+
+
+class SftConfig(ConfigModel):
+    """Supervised examples that every train step learns beside the batch."""
+
+    path: Path
+    """JSONL file, {"prompt": ..., "response": ...} a line."""
+    samples: Annotated[int, Field(ge=1)]
+    """Examples a train step."""
+    chat: bool = False
+    """Wrap each prompt in the tokenizer's chat template as one user message."""
+    coefficient: Annotated[float, Field(gt=0)] = 0.1
+    """Weight of their mean cross entropy, in nats a token, in the loss."""
 
 
 def _check_kind(field: str, kind: str, known: tuple[str, ...]) -> None:

@@ -37,6 +37,21 @@ class ModelConfig(ConfigModel):
     """Options of the model that raypost makes (`tiny`): its size, its warm-up."""
 
 
+class PoolConfig(ConfigModel):
+    """Further engines, placed by needs of their own; what is not said here is as in `rollout`."""
+
+    name: Annotated[str, Field(pattern=r"^[a-z0-9][a-z0-9-]{0,31}$")]
+    """Its workers are `rollout-<name>-0` and so on."""
+    num_workers: Annotated[int, Field(ge=1)] = 1
+    """Engines, one actor each."""
+    tensor_parallel_size: Annotated[int, Field(ge=1)] = 1
+    """GPUs an engine."""
+    num_cpus: Annotated[float, Field(gt=0)] = 1
+    """Cores Ray reserves a worker."""
+    resources: dict[str, float] = Field(default_factory=dict)
+    """Custom Ray resources a worker needs."""
+
+
 class RolloutConfig(ConfigModel):
     """The rollout pool and its engines."""
 
@@ -48,6 +63,8 @@ class RolloutConfig(ConfigModel):
     """Cores Ray reserves a worker."""
     resources: dict[str, float] = Field(default_factory=dict)
     """Custom Ray resources a worker needs, for instance {"rollout": 1}."""
+    pools: tuple[PoolConfig, ...] = ()
+    """Further engines that production uses, on other nodes or placement groups."""
     threads: Annotated[int, Field(ge=1)] = 1
     """Compute threads of an engine on CPU."""
     max_num_seqs: Annotated[int, Field(ge=1)] = 64
@@ -109,6 +126,15 @@ class EvalConfig(ConfigModel):
     """Held-out prompts a task; 0 switches evaluation off."""
     samples: Annotated[int, Field(ge=1)] = 1
     """Responses a prompt."""
+    pass_k: tuple[Annotated[int, Field(ge=1)], ...] = ()
+    """Report the chance that one of k responses passes, for each of these k; none above `samples`."""
+    pass_threshold: float = 1.0
+    """Least reward with which a response passes."""
+    confidence: Annotated[float, Field(gt=0, lt=1)] = 0.95
+    """Coverage of the intervals that are reported with every score."""
+    pool: PoolConfig | None = None
+    """Engines of evaluation alone, which then runs beside production; null: production's engines, in the pause of
+    a sync."""
     temperature: Annotated[float, Field(ge=0)] = 0.0
     """0 is greedy."""
     interval: Annotated[int, Field(ge=0)] = 0
@@ -123,6 +149,10 @@ class CheckpointConfig(ConfigModel):
     """Train steps between checkpoints; 0: only at the end and when the job is stopped."""
     keep: Annotated[int, Field(ge=1)] = 2
     """Checkpoints kept; older ones are removed."""
+    keep_best: bool = True
+    """Keep the checkpoint with the best held-out score as well, whatever its age."""
+    hf: bool = True
+    """Write the model as a Hugging Face folder into each checkpoint too."""
 
 
 class Config(ConfigModel):
@@ -133,6 +163,9 @@ class Config(ConfigModel):
     runs_dir: Path = Path("runs")
     seed: int = 0
     device: Device = "cpu"
+    placement: Literal["separate", "colocate"] = "separate"
+    """separate: engines and ranks have devices of their own and work at the same time (jobs/train.py). colocate: they
+    share devices and take turns (jobs/colocate.py)."""
     autoscaling: bool = False
     """Whether the cluster adds nodes when asked: what it lacks is then waited for, instead of refused."""
     model: ModelConfig

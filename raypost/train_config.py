@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
-from raypost.algorithm_config import AdvantageConfig, CorrectionConfig, LossConfig
+from raypost.algorithm_config import AdvantageConfig, CorrectionConfig, LossConfig, SftConfig
 from raypost.task_config import ConfigModel
 
 
@@ -33,6 +33,9 @@ class LoraConfig(ConfigModel):
     """Adapters add alpha / rank times their product."""
     target_modules: Literal["all-linear"] | tuple[str, ...] = "all-linear"
     """Ends of the names of the layers that are adapted; all-linear: all but the head."""
+    sync: Literal["adapter", "merged"] = "adapter"
+    """adapter: what a sync sends is the adapters, and engines add them to the weights they hold. merged: whole
+    weights, adapters added by the trainer."""
 
 
 class TrainConfig(ConfigModel):
@@ -71,6 +74,13 @@ class TrainConfig(ConfigModel):
     """Needed by, and only used with, the advantage `gae`."""
     lora: LoraConfig | None = None
     """Train adapters of the policy only; null: train all of it."""
+    sft: SftConfig | None = None
+    """Supervised examples that every train step learns beside its batch; null: none."""
+    ema_decay: Annotated[float, Field(gt=0, lt=1)] | None = None
+    """Keep an exponential moving average of the policy's weights, updated at each train step, and save it too; null:
+    none."""
+    offload_optimizer: bool = False
+    """Keep the optimizer's state, and compute its step, on the CPU: less GPU memory, more time."""
     learning_rate: Annotated[float, Field(gt=0)] = 1e-6
     lr_schedule: Literal["constant", "linear", "cosine"] = "constant"
     warmup_steps: Annotated[int, Field(ge=0)] = 0
@@ -92,15 +102,6 @@ class TrainConfig(ConfigModel):
             raise ValueError(
                 f"critic is set, but advantage.kind {kind!r} uses none: leave it out, or use gae"
             )
-        return self
-
-    @model_validator(mode="after")
-    def _critic_has_a_use(self) -> TrainConfig:
-        if (self.advantage.kind == "gae") != (self.critic is not None):
-            lacks = (
-                "but train.critic is null: set it" if self.critic is None else "which has no use for a critic"
-            )
-            raise ValueError(f"train.advantage.kind is {self.advantage.kind!r}, {lacks}")
         return self
 
     @property

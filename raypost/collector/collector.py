@@ -19,6 +19,7 @@ from concurrent.futures import Future
 from typing import Any, Unpack
 
 from raypost.agent_loop.turns import Turn, turns_of
+from raypost.buffer.replay_buffer import ReplayBuffer
 from raypost.collector.dialog_turn import DialogTurn, PolicyVersion
 from raypost.collector.options import PAUSE_TIMEOUT_S, CollectorOptions, check_options
 from raypost.errors import ConfigError, ProductionError
@@ -26,7 +27,6 @@ from raypost.ledger import Ledger
 from raypost.packed import unpack_groups
 from raypost.producer import Producer, TaskRuntime
 from raypost.protocols import RolloutControl
-from raypost.replay_buffer import ReplayBuffer
 from raypost.threads import LoopThread, SideThread
 from raypost.types import GroupCounts, RolloutState
 

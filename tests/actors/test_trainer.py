@@ -23,11 +23,12 @@ from transformers import (
 )
 
 from actors.placement import spawn
-from actors.trainer import CONCURRENCY_GROUPS, TrainerGroup, TrainerWorker
+from actors.trainer import TrainerGroup
+from actors.trainer_worker import CONCURRENCY_GROUPS, TrainerWorker
 from raypost.config import Config, parse_config
 from raypost.errors import CheckpointError, LedgerError, RaypostError, WaitTimeoutError
 from raypost.packed import PackedGroups, pack_groups
-from raypost.train_batch import plan_batch
+from raypost.trainer.train_batch import plan_batch
 from raypost.types import Group, RolloutState, SampleParams, Status
 from raypost.weights import verify, views
 
@@ -84,7 +85,7 @@ class Probe(TrainerWorker):
         self, config: Config, steps: int, resume: str = "", save_at: int = 0, folder: str = ""
     ) -> tuple[Weights | None, list[dict[str, float]]]:
         """Train from the start (or from `resume`) up to `steps`; weights on rank 0, metrics of each step."""
-        from raypost.policy_rank import PolicyRank
+        from raypost.trainer.policy_rank import PolicyRank
 
         engine = PolicyRank(config, self._model_path, self._rank, self._config.train.num_workers)
         start = engine.load(Path(resume)) if resume else 0
@@ -100,7 +101,7 @@ class Probe(TrainerWorker):
 
     def poisoned(self, config: Config) -> tuple[list[Weights], list[dict[str, float]]]:
         """Weights before and after each of a good step, one whose loss overflows and a good one; their metrics."""
-        from raypost.policy_rank import PolicyRank
+        from raypost.trainer.policy_rank import PolicyRank
 
         engine = PolicyRank(config, self._model_path, self._rank, 1)
         bad = make_batch(2)
@@ -117,7 +118,7 @@ class Probe(TrainerWorker):
 
     def bfloat16_drift(self, config: Config, steps: int) -> float:
         """Mean distance of the weights from the start after `steps` small steps on one batch."""
-        from raypost.policy_rank import PolicyRank
+        from raypost.trainer.policy_rank import PolicyRank
 
         rank = PolicyRank(config, self._model_path, self._rank, 1)
 
@@ -135,7 +136,7 @@ class Probe(TrainerWorker):
 
     def renew(self, config: Config | None = None) -> None:
         """As if it had just been set up, with its own configuration or another."""
-        from raypost.policy_rank import PolicyRank
+        from raypost.trainer.policy_rank import PolicyRank
 
         workers = self._config.train.num_workers
         self._trained = PolicyRank(config or self._config, self._model_path, self._rank, workers)

@@ -16,12 +16,12 @@ from transformers import GPT2Config, GPT2LMHeadModel, PreTrainedTokenizerFast
 from trl import GRPOConfig, GRPOTrainer, RLOOConfig, RLOOTrainer
 from trl.trainer.utils import selective_log_softmax_and_entropy
 
-from raypost.advantage import Scored, compute_advantages
 from raypost.algorithm_config import AdvantageConfig, CorrectionConfig, LossConfig
-from raypost.corrections import Correction, correct
-from raypost.logprobs import chosen_logprobs
-from raypost.losses import LossTokens, policy_objective, sequence_scales
-from raypost.rewards import kl_rewards
+from raypost.trainer.advantage import Scored, compute_advantages
+from raypost.trainer.corrections import Correction, correct
+from raypost.trainer.logprobs import chosen_logprobs
+from raypost.trainer.losses import LossTokens, policy_objective, sequence_scales
+from raypost.trainer.rewards import kl_rewards
 
 GROUPS, SIZE, LONGEST = 2, 4, 8
 COUNT = GROUPS * SIZE

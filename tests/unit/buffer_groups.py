@@ -7,9 +7,9 @@ from typing import Any, TypeVar
 
 import numpy as np
 
+from raypost.buffer.replay_buffer import ReplayBuffer
 from raypost.packed import PackedGroups, pack_groups, unpack_groups
 from raypost.protocols import PutResult
-from raypost.replay_buffer import ReplayBuffer
 from raypost.types import Group, RolloutState, SampleParams, Status
 
 T = TypeVar("T")

@@ -15,12 +15,12 @@ from typing import Any, TypeVar
 
 import numpy as np
 
+from raypost.buffer.replay_buffer import ReplayBuffer
 from raypost.config import PauseMode
 from raypost.errors import StaleWeightsError
 from raypost.ledger import Ledger
 from raypost.producer import Producer, TaskRuntime
 from raypost.protocols import BufferBounds
-from raypost.replay_buffer import ReplayBuffer
 from raypost.sampler import Sampler
 from raypost.strategy import build_strategy
 from raypost.task_config import JudgeConfig, SourceConfig, StrategyConfig, TaskConfig

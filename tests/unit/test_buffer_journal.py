@@ -11,11 +11,11 @@ from pathlib import Path
 
 import pytest
 
-import raypost.buffer_journal as module
-from raypost.buffer_journal import BufferJournal
+import raypost.buffer.journal as module
+from raypost.buffer.journal import BufferJournal
+from raypost.buffer.replay_buffer import ReplayBuffer
 from raypost.errors import CheckpointError, LedgerError
 from raypost.protocols import BufferBounds, TaskLimits
-from raypost.replay_buffer import ReplayBuffer
 from raypost.types import Status
 from tests.unit.buffer_groups import counts, group, ids, lease_ids, now, only, put, same_bytes
 

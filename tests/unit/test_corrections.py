@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from raypost.algorithm_config import BoundsConfig, CorrectionConfig
-from raypost.corrections import (
+from raypost.trainer.corrections import (
     Correction,
     correct,
     inside,
@@ -17,7 +17,7 @@ from raypost.corrections import (
     level_ratios,
     proximal_logprobs,
 )
-from raypost.sequences import row_means
+from raypost.trainer.sequences import row_means
 
 LEVELS = ("token", "sequence", "geometric")
 

@@ -5,9 +5,9 @@ import torch
 from transformers import GPT2Config, GPT2LMHeadModel
 
 from raypost.algorithm_config import CorrectionConfig, LossConfig
-from raypost.corrections import Correction, correct
-from raypost.logprobs import chosen_logprobs, sampling_support
-from raypost.losses import LossTokens, policy_objective, sequence_scales, value_loss
+from raypost.trainer.corrections import Correction, correct
+from raypost.trainer.logprobs import chosen_logprobs, sampling_support
+from raypost.trainer.losses import LossTokens, policy_objective, sequence_scales, value_loss
 
 IDS = torch.tensor([[1, 2, 3, 4, 5], [6, 7, 8, 9, 10]])
 TARGETS = torch.tensor([3, 4, 9, 7, 8, 2])

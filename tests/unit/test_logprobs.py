@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from raypost.logprobs import chosen_logprobs, sampling_support
+from raypost.trainer.logprobs import chosen_logprobs, sampling_support
 
 
 def naive_support(logits, top_p, top_k):

@@ -9,9 +9,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from raypost.algorithm_config import LossConfig
-from raypost.corrections import Correction
 from raypost.errors import ConfigError
-from raypost.losses import (
+from raypost.trainer.corrections import Correction
+from raypost.trainer.losses import (
     LossTokens,
     kl_estimate,
     load_policy_loss,
@@ -20,7 +20,7 @@ from raypost.losses import (
     sequence_scales,
     value_loss,
 )
-from raypost.rewards import kl_rewards
+from raypost.trainer.rewards import kl_rewards
 
 LENGTHS = st.lists(st.integers(1, 12), min_size=1, max_size=6)
 SEEDS = st.integers(0, 9999)

@@ -7,10 +7,10 @@ import pytest
 import torch
 
 from raypost.algorithm_config import LossConfig
-from raypost.corrections import Correction
-from raypost.losses import LossTokens, policy_objective, value_loss
-from raypost.mismatch import MAX_LAG, LagSums
-from raypost.step_sums import StepSums, ValueSums
+from raypost.trainer.corrections import Correction
+from raypost.trainer.losses import LossTokens, policy_objective, value_loss
+from raypost.trainer.mismatch import MAX_LAG, LagSums
+from raypost.trainer.step_sums import StepSums, ValueSums
 
 
 def random_tokens(num_tokens=300, seed=0, noise=0.3):

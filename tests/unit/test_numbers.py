@@ -18,13 +18,13 @@ import pytest
 
 from raypost.agent_loop.single_turn import SingleTurnAgentLoop
 from raypost.allocation import allocate
+from raypost.buffer.replay_buffer import ReplayBuffer
 from raypost.checkpoint import CheckpointDir
 from raypost.config import parse_config
 from raypost.errors import CheckpointError, ProductionError
 from raypost.packed import unpack_groups
 from raypost.progress import ProduceProgress
 from raypost.protocols import TaskLimits
-from raypost.replay_buffer import ReplayBuffer
 from raypost.resources import ClusterResources, shortages
 from raypost.strategy import AsyncProduceStrategy, PendingGroup, build_strategy
 from raypost.task_config import StrategyConfig

@@ -8,9 +8,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from raypost.packed import pack_groups
-from raypost.packing import PackingRule, Unit, make_units, micro_batches, plan_micro_batches, spread
-from raypost.token_advantages import with_advantage
-from raypost.train_batch import plan_batch
+from raypost.trainer.packing import PackingRule, Unit, make_units, micro_batches, plan_micro_batches, spread
+from raypost.trainer.token_advantages import with_advantage
+from raypost.trainer.train_batch import plan_batch
 from raypost.types import Group, RolloutState, SampleParams, Status
 
 
@@ -272,7 +272,9 @@ def test_planning_is_deterministic():
 
 def test_trajectories_of_one_session_are_one_member_of_their_group():
     """Two segments of one session have one reward between them, with which nothing can be compared."""
-    alone, two = (Group(task="task", group_id=g, states=[make_state(g, 0), make_state(g, 1)]) for g in range(2))
+    alone, two = (
+        Group(task="task", group_id=g, states=[make_state(g, 0), make_state(g, 1)]) for g in range(2)
+    )
     for state in alone.states:
         state.metadata = {"session_id": "s"}
     batch = planned([alone, two])

@@ -26,14 +26,14 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
-from raypost.attention import positions_of
 from raypost.errors import ConfigError
-from raypost.head import LogitRule, Sampling
 from raypost.packed import pack_groups
-from raypost.packing import PackingRule, Segment, micro_batches
-from raypost.policy import Critic, Policy, pair_cost
-from raypost.self_check import check_head, check_packing
-from raypost.train_batch import plan_batch
+from raypost.trainer.attention import positions_of
+from raypost.trainer.head import LogitRule, Sampling
+from raypost.trainer.packing import PackingRule, Segment, micro_batches
+from raypost.trainer.policy import Critic, Policy, pair_cost
+from raypost.trainer.self_check import check_head, check_packing
+from raypost.trainer.train_batch import plan_batch
 from raypost.types import Group, RolloutState, SampleParams, Status
 
 VOCAB = 50
@@ -247,7 +247,7 @@ def test_an_attention_that_ignores_the_segments_is_refused():
     forward = layer.forward
 
     def mixing(*args, row=None, **kwargs):
-        from raypost.attention import row_attention
+        from raypost.trainer.attention import row_attention
 
         whole = row_attention([Segment(0, kwargs["hidden_states"].shape[1])], torch.device("cpu"))
         return forward(*args, row=whole, **kwargs)

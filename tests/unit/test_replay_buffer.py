@@ -12,12 +12,12 @@ from itertools import product
 import numpy as np
 import pytest
 
+from raypost.buffer.packed_forms import from_buffer, to_buffers
+from raypost.buffer.replay_buffer import Order, ReplayBuffer
 from raypost.checkpoint import CheckpointDir
 from raypost.errors import CheckpointError, ConfigError, LedgerError
 from raypost.packed import PackedGroups, group_statuses, join_groups, pack_groups, split_groups, unpack_groups
-from raypost.packed_forms import from_buffer, to_buffers
 from raypost.protocols import BufferBounds, TaskLimits
-from raypost.replay_buffer import Order, ReplayBuffer
 from raypost.types import NO_VERSION, Group, Status
 from tests.unit.buffer_groups import counts, group, ids, lease_ids, now, only, put, same_bytes
 

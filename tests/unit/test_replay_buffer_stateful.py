@@ -17,10 +17,10 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from raypost.buffer_journal import BufferJournal
+from raypost.buffer.journal import BufferJournal
+from raypost.buffer.replay_buffer import ReplayBuffer
 from raypost.packed import pack_groups, unpack_groups
 from raypost.protocols import BufferBounds, TaskLimits
-from raypost.replay_buffer import ReplayBuffer
 from raypost.staleness import oldest_version, staleness_of
 from raypost.types import Group, GroupKey, Status, group_status
 from tests.unit.buffer_groups import group, now

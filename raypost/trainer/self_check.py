@@ -20,9 +20,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from raypost.errors import ConfigError
-from raypost.head import Sampling
-from raypost.packing import Segment
-from raypost.policy import Critic, Policy
+from raypost.trainer.head import Sampling
+from raypost.trainer.packing import Segment
+from raypost.trainer.policy import Critic, Policy
 
 log = logging.getLogger(__name__)
 

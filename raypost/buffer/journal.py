@@ -33,10 +33,10 @@ from typing import Any
 
 import xxhash
 
-from raypost.buffer_tables import Block, BufferTables, Change
+from raypost.buffer.packed_forms import from_buffer, to_buffers
+from raypost.buffer.tables import Block, BufferTables, Change
 from raypost.errors import CheckpointError
 from raypost.packed import PackedGroups, join_groups, split_groups
-from raypost.packed_forms import from_buffer, to_buffers
 from raypost.types import GroupKey
 
 log = logging.getLogger(__name__)

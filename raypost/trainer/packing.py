@@ -24,8 +24,8 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from raypost.train_batch import Sample
 from raypost.train_config import TrainConfig
+from raypost.trainer.train_batch import Sample
 
 _UNEVEN = 1.05
 """Load of the busiest rank over the mean, above which a unit is split."""

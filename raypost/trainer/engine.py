@@ -34,7 +34,7 @@ from torch import Tensor, nn
 
 from raypost.config import Config
 from raypost.errors import CheckpointError
-from raypost.lora import MergedWeight
+from raypost.trainer.lora import MergedWeight
 from raypost.weights import Bytes
 
 _DAMAGE = (OSError, EOFError, ValueError, RuntimeError, KeyError, AssertionError, pickle.UnpicklingError)

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Iterator
 import numpy as np
 from numpy.typing import NDArray
 
-from raypost.blocks import Block, Record
+from raypost.buffer.blocks import Block, Record
 from raypost.errors import ConfigError
 from raypost.packed import PackedGroups, group_nbytes, group_starts, pack_groups, unpack_groups
 from raypost.protocols import TaskLimits

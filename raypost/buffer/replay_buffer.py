@@ -20,16 +20,16 @@ from functools import lru_cache
 from itertools import islice
 from typing import Any, Literal
 
-from raypost.ageing import Ageing, staleness_at
-from raypost.blocks import Block, Record, compact, gather, release
-from raypost.buffer_journal import BufferJournal
-from raypost.buffer_tables import Change, put_change
+from raypost.buffer.ageing import Ageing, staleness_at
+from raypost.buffer.blocks import Block, Record, compact, gather, release
+from raypost.buffer.journal import BufferJournal
+from raypost.buffer.packed_forms import equal_plain, from_plain, to_plain
+from raypost.buffer.shelves import Held, Shelves
+from raypost.buffer.tables import Change, put_change
 from raypost.errors import CheckpointError, LedgerError
 from raypost.ledger import OrdinalSet
 from raypost.packed import PackedGroups, group_statuses, has_status, join_groups, split_groups
-from raypost.packed_forms import equal_plain, from_plain, to_plain
 from raypost.protocols import BufferBounds, BufferCounts, ExpiredGroup, Lease, PutResult, TaskLimits
-from raypost.shelves import Held, Shelves
 from raypost.types import GroupKey, Status
 
 Order = Literal["stalest_first", "fifo"]

@@ -24,19 +24,19 @@ from transformers import AutoTokenizer
 
 from raypost.algorithm_config import LOSSES
 from raypost.config import Config
-from raypost.corrections import correct, proximal_logprobs
-from raypost.engine import Engine, Frozen
-from raypost.head import Sampling
-from raypost.lora import MergedWeight, add_adapters, merged_weights, without_adapters
-from raypost.losses import LossTokens, load_policy_loss, policy_objective
 from raypost.packed import PackedGroups
-from raypost.packing import MicroBatch, packing_rule
-from raypost.policy import DTYPES, Policy, load_model, pair_cost
-from raypost.rank import Part, Rank, batch_metrics, begin
-from raypost.self_check import check_head, check_packing
-from raypost.step_sums import StepSums
-from raypost.token_advantages import TokenAdvantages, token_advantages, with_advantage
-from raypost.train_batch import Column
+from raypost.trainer.corrections import correct, proximal_logprobs
+from raypost.trainer.engine import Engine, Frozen
+from raypost.trainer.head import Sampling
+from raypost.trainer.lora import MergedWeight, add_adapters, merged_weights, without_adapters
+from raypost.trainer.losses import LossTokens, load_policy_loss, policy_objective
+from raypost.trainer.packing import MicroBatch, packing_rule
+from raypost.trainer.policy import DTYPES, Policy, load_model, pair_cost
+from raypost.trainer.rank import Part, Rank, batch_metrics, begin
+from raypost.trainer.self_check import check_head, check_packing
+from raypost.trainer.step_sums import StepSums
+from raypost.trainer.token_advantages import TokenAdvantages, token_advantages, with_advantage
+from raypost.trainer.train_batch import Column
 from raypost.types import FloatArray, IntArray
 from raypost.weights import Bytes
 

@@ -16,10 +16,10 @@ from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from transformers.utils import logging as transformers_logging
 
-from raypost.attention import ATTENTION, positions_of, row_attention
 from raypost.errors import ConfigError
-from raypost.head import ChunkedHead, LogitRule, Sampling, sampled_logprobs
-from raypost.packing import Segment
+from raypost.trainer.attention import ATTENTION, positions_of, row_attention
+from raypost.trainer.head import ChunkedHead, LogitRule, Sampling, sampled_logprobs
+from raypost.trainer.packing import Segment
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 

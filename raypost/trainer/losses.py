@@ -26,9 +26,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from raypost.algorithm_config import KlKind, LossConfig
-from raypost.corrections import Correction
 from raypost.imports import load_function
-from raypost.sequences import row_means
+from raypost.trainer.corrections import Correction
+from raypost.trainer.sequences import row_means
 
 
 @dataclass(frozen=True, slots=True)

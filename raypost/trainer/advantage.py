@@ -21,8 +21,8 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from raypost.algorithm_config import AdvantageConfig
-from raypost.estimators import ESTIMATORS, STD_EPS, Floats, centred
 from raypost.imports import load_function
+from raypost.trainer.estimators import ESTIMATORS, STD_EPS, Floats, centred
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from raypost.algorithm_config import BoundsConfig, CorrectionConfig, Level
-from raypost.sequences import row_means, row_sums
+from raypost.trainer.sequences import row_means, row_sums
 
 
 @dataclass(frozen=True, slots=True)

@@ -28,7 +28,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface, AttentionMaskInterface
 
 from raypost.errors import ConfigError
-from raypost.packing import CAUSAL_SHARE, Segment, attention_pairs
+from raypost.trainer.packing import CAUSAL_SHARE, Segment, attention_pairs
 
 ATTENTION = "raypost_row"
 """Name of this attention among those of transformers."""

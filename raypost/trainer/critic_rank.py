@@ -12,17 +12,17 @@ from pathlib import Path
 from torch import Tensor
 
 from raypost.config import Config
-from raypost.engine import Engine
 from raypost.errors import CheckpointError
-from raypost.losses import value_loss
 from raypost.packed import PackedGroups
-from raypost.packing import MicroBatch, packing_rule
-from raypost.policy import Critic, load_model, pair_cost
-from raypost.rank import Part, Rank, batch_metrics, begin
-from raypost.self_check import check_packing
-from raypost.step_sums import ValueSums
-from raypost.token_advantages import TokenAdvantages
-from raypost.train_batch import Column
+from raypost.trainer.engine import Engine
+from raypost.trainer.losses import value_loss
+from raypost.trainer.packing import MicroBatch, packing_rule
+from raypost.trainer.policy import Critic, load_model, pair_cost
+from raypost.trainer.rank import Part, Rank, batch_metrics, begin
+from raypost.trainer.self_check import check_packing
+from raypost.trainer.step_sums import ValueSums
+from raypost.trainer.token_advantages import TokenAdvantages
+from raypost.trainer.train_batch import Column
 
 
 class CriticRank(Rank):

@@ -13,10 +13,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from raypost.corrections import Correction
-from raypost.losses import LossTerms, LossTokens, ValueTerms
 from raypost.metrics import LOSS
-from raypost.mismatch import LagSums
+from raypost.trainer.corrections import Correction
+from raypost.trainer.losses import LossTerms, LossTokens, ValueTerms
+from raypost.trainer.mismatch import LagSums
 
 _LOSS, _POLICY, _KL_LOSS, _TOKENS, _ENTROPY, _KEPT, _KL = range(7)
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 from bisect import bisect_left, insort
 from collections.abc import Iterator
 
-from raypost.blocks import Record
+from raypost.buffer.blocks import Record
 from raypost.types import GroupKey, Status
 
 

@@ -11,10 +11,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from raypost.advantage import Scored, compute_advantages
 from raypost.algorithm_config import AdvantageConfig, KlConfig
-from raypost.rewards import kl_rewards, overlong_penalties
-from raypost.train_batch import Column, Sample, TrainBatch
+from raypost.trainer.advantage import Scored, compute_advantages
+from raypost.trainer.rewards import kl_rewards, overlong_penalties
+from raypost.trainer.train_batch import Column, Sample, TrainBatch
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.nn.functional import linear
 from torch.utils.checkpoint import checkpoint
 
-from raypost.logprobs import chosen_logprobs, sampling_support
+from raypost.trainer.logprobs import chosen_logprobs, sampling_support
 
 
 @dataclass(frozen=True, slots=True)

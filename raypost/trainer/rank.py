@@ -24,14 +24,14 @@ import torch
 from torch import Tensor
 
 from raypost.config import Config
-from raypost.engine import Engine, start_process_group
 from raypost.errors import LedgerError
-from raypost.losses import sequence_scales
 from raypost.metrics import REWARD_MEAN
 from raypost.packed import PackedGroups
-from raypost.packing import MicroBatch, PackingRule, micro_batches
-from raypost.train_batch import Column, Sample, TrainBatch, plan_batch
 from raypost.train_config import TrainConfig
+from raypost.trainer.engine import Engine, start_process_group
+from raypost.trainer.losses import sequence_scales
+from raypost.trainer.packing import MicroBatch, PackingRule, micro_batches
+from raypost.trainer.train_batch import Column, Sample, TrainBatch, plan_batch
 
 log = logging.getLogger(__name__)
 
