@@ -201,6 +201,9 @@ class ReplayBuffer:
             for record in self._out:
                 self._shelves.add(record)
             self._out = Held()
+        elif self._claim[0]:
+            # Nothing comes back, but after a death of the buffer too claims begin at 1.
+            self._write({"out": [], "claim": 0, "reclaimed": self._reclaimed})
         self._claim = (0, ())
         self._settle()
         return self._reclaimed
