@@ -101,13 +101,13 @@ def test_claims_begin_again_after_a_reclaim_and_a_death(host: Host) -> None:
 
 
 def test_claims_begin_again_after_a_reclaim_that_had_nothing_to_take_back(host: Host) -> None:
-    put(host.buffer, group(0))
-    assert ids(now(host.buffer.pop("default", [Status.COMPLETED], 1, 1))) == [0]
+    put(host.buffer, group(0, [0], status=Status.ABORTED))
+    assert ids(now(host.buffer.pop("default", [Status.ABORTED], 1, 1))) == [0]
     now(host.buffer.drop([("default", 0)]))
     assert now(host.buffer.reclaim()) == ()
     host.restart()
-    put(host.buffer, group(1))
-    assert ids(now(host.buffer.pop("default", [Status.COMPLETED], 1, 1))) == [1]
+    put(host.buffer, group(1, [0], status=Status.ABORTED))
+    assert ids(now(host.buffer.pop("default", [Status.ABORTED], 1, 1))) == [1]
 
 
 def test_trained_groups_stay_trained_after_a_death(host: Host) -> None:
