@@ -1,27 +1,45 @@
-"""Evaluator: scores the policy on held-out problems, on the rollout pool's own engines.
+"""Evaluator: scores one version of the weights on held-out problems.
 
-Owns the held-out problems and the mean over them. It runs while production is paused: it opens the pool
-for itself, and closes it again whatever happens. A response that failed is counted, never scored.
+Owns the held-out problems, when the pool is open for them, and the proof that what is scored came from the version
+asked for; the statistics are in raypost/evaluate.py. The pool and the agent loop are handed in. They are production's
+own, which must then be paused, or those of evaluation alone, beside which production goes on: nothing here differs.
+
+Invariants: the pool serves the evaluator during `evaluate` only, and is paused again whatever happens; a score is of
+one version, or there is none; one evaluation at a time.
 """
 
 from __future__ import annotations
 
 import asyncio
+import copy
+from collections import defaultdict
 
 from raypost.config import Config
 from raypost.datasets import held_out, render
-from raypost.metrics import SpanLog
+from raypost.errors import RaypostError, StaleWeightsError, WaitTimeoutError
+from raypost.evaluate import Rewards, scores
+from raypost.metrics import EVAL_TOKENS_MEAN, EVALUATE, SpanLog
 from raypost.protocols import AgentLoop, RolloutControl
 from raypost.task_config import TaskConfig
 from raypost.tokenizer import Tokenizer
-from raypost.types import EVALUATION_PRIORITY, Group, RolloutState, SampleParams, Span, Status
+from raypost.types import (
+    EVALUATION_PRIORITY,
+    NO_VERSION,
+    Group,
+    RolloutState,
+    SampleParams,
+    Span,
+    Status,
+)
 
 TRIES = 5
 """How often a group is run again after the pool was interrupted under it."""
+NAMED = 4
+"""Groups that a late evaluation names at most."""
 
 
 class Evaluator:
-    """Mean score over `eval.num_prompts` held-out problems a task, `eval.samples` responses each."""
+    """`eval.samples` responses to each of `eval.num_prompts` held-out problems a task."""
 
     def __init__(
         self, config: Config, model_path: str, agent_loop: AgentLoop, control: RolloutControl
@@ -29,48 +47,87 @@ class Evaluator:
         self._config, self._agent_loop, self._control = config, agent_loop, control
         self._tokenizer = Tokenizer.load(model_path)
         self._spans = SpanLog("evaluator")
-        self._groups = {task.name: self._held_out_groups(task) for task in config.tasks}
+        self._groups = [group for task in config.tasks for group in self._held_out_groups(task)]
+        self._running: int | None = None
 
     def __repr__(self) -> str:
         return "evaluator"
 
     def _held_out_groups(self, task: TaskConfig) -> list[Group]:
-        prompts = held_out(task, self._config.seed, self._config.eval.num_prompts)
+        options = self._config.eval
+        if options.num_prompts == 0:
+            return []
         params = SampleParams(
             max_tokens=task.max_tokens,
-            temperature=self._config.eval.temperature,
+            temperature=options.temperature,
             stop_token_ids=self._tokenizer.eos_ids,
         )
-        groups: list[Group] = []
-        for n, prompt in enumerate(prompts):
+        groups = []
+        for n, prompt in enumerate(held_out(task, self._config.seed, options.num_prompts)):
+            prompt_ids = render(prompt, self._tokenizer, task)
             states = [
                 RolloutState(
                     task=task.name,
                     group_id=n,
                     sample_index=i,
-                    prompt_ids=render(prompt, self._tokenizer, task),
+                    prompt_ids=prompt_ids,
                     sample_params=params,
                     metadata=prompt.metadata,
                     priority=EVALUATION_PRIORITY,
                 )
-                for i in range(self._config.eval.samples)
+                for i in range(options.samples)
             ]
             groups.append(Group(task=task.name, group_id=n, states=states))
         return groups
 
     async def evaluate(self, version: int) -> dict[str, float]:
-        """Score the pool at `version`: `held_out` over all tasks, `held_out/<task>`, `eval_tokens_mean`,
-        `eval_failed` (responses without a score). Production must be paused."""
-        with self._spans.span("evaluate"):
-            await self._control.resume(version)
-            try:
-                done = {
-                    name: await asyncio.gather(*(self._run(group) for group in groups))
-                    for name, groups in self._groups.items()
-                }
-            finally:
-                await self._control.pause()
-        return _scores(done)
+        """Score the pool, which holds `version` and is paused: what `raypost.evaluate.scores` gives, and
+        `eval_tokens_mean`.
+
+        Raises StaleWeightsError if a token came from another version, WaitTimeoutError naming the groups that are
+        not done after `eval.timeout_s`, RaypostError while another evaluation runs.
+        """
+        if self._running is not None:
+            raise RaypostError(
+                f"the evaluation of version {version} was asked for while that of version {self._running} goes on: "
+                "wait for it"
+            )
+        self._running = version
+        try:
+            with self._spans.span(EVALUATE):
+                try:
+                    await self._control.resume(version)
+                    groups = await self._run_all(version)
+                finally:
+                    await self._control.pause()
+        finally:
+            self._running = None
+        _check_versions(version, groups)
+        return scores(_rewards(groups), self._config.eval) | _lengths(groups)
+
+    async def _run_all(self, version: int) -> list[Group]:
+        """All groups, done. The first failure is raised at once."""
+        timeout_s = self._config.eval.timeout_s
+        runs = {asyncio.create_task(self._run(copy.deepcopy(g))): g.key for g in self._groups}
+        if not runs:
+            return []
+        try:
+            done, late = await asyncio.wait(runs, timeout=timeout_s, return_when=asyncio.FIRST_EXCEPTION)
+            for run in done:
+                run.result()
+            if late:
+                names = [f"{task}/{group}" for task, group in sorted(runs[run] for run in late)]
+                more = f" and {len(names) - NAMED} more" if len(names) > NAMED else ""
+                raise WaitTimeoutError(
+                    f"the evaluation of version {version} waited {timeout_s:.0f} s (eval.timeout_s) for "
+                    f"{len(late)} of {len(runs)} groups: {', '.join(names[:NAMED])}{more}; raise it, or evaluate fewer "
+                    "prompts"
+                )
+            return [run.result() for run in runs]
+        finally:
+            for run in runs:
+                run.cancel()
+            await asyncio.gather(*runs, return_exceptions=True)
 
     async def _run(self, group: Group) -> Group:
         for _ in range(TRIES):
@@ -84,20 +141,25 @@ class Evaluator:
         return self._spans.drain()
 
 
-def _scores(done: dict[str, list[Group]]) -> dict[str, float]:
-    scores: dict[str, float] = {}
-    rewards_of_all: list[float] = []
-    tokens, failed = 0, 0
-    for name, groups in done.items():
-        states = [state for group in groups for state in group.states]
-        rewards = [s.reward for s in states if s.status is Status.COMPLETED and s.reward is not None]
-        failed += len(states) - len(rewards)
-        tokens += sum(state.num_tokens for state in states)
-        rewards_of_all += rewards
-        if rewards:
-            scores[f"held_out/{name}"] = sum(rewards) / len(rewards)
-    if rewards_of_all:
-        scores["held_out"] = sum(rewards_of_all) / len(rewards_of_all)
-        scores["eval_tokens_mean"] = tokens / (len(rewards_of_all) + failed)
-    scores["eval_failed"] = float(failed)
-    return scores
+def _check_versions(version: int, groups: list[Group]) -> None:
+    for group in groups:
+        for state in group.states:
+            others = {int(v) for v in state.policy_versions} - {version, NO_VERSION}
+            if others:
+                raise StaleWeightsError(
+                    f"the evaluation of version {version} got tokens of version {min(others)} from {state.worker} "
+                    f"(task {state.task!r}, group {state.group_id}, sample {state.sample_index}): a score of "
+                    "mixed weights is none; nothing may load weights while an evaluation runs"
+                )
+
+
+def _rewards(groups: list[Group]) -> dict[str, Rewards]:
+    rewards: dict[str, list[list[float | None]]] = defaultdict(list)
+    for group in groups:
+        rewards[group.task].append([s.reward if s.status is Status.COMPLETED else None for s in group.states])
+    return dict(rewards)
+
+
+def _lengths(groups: list[Group]) -> dict[str, float]:
+    counts = [state.num_tokens for group in groups for state in group.states]
+    return {EVAL_TOKENS_MEAN: sum(counts) / len(counts)} if counts else {}

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from actors.remote import CallBatches
-from raypost.judges import build_judge
+from raypost.judges import RewardModel, build_judge
 from raypost.task_config import TaskConfig
 from raypost.types import RolloutState
 
@@ -11,10 +13,13 @@ from raypost.types import RolloutState
 class JudgeWorker(CallBatches):
     """Scores responses of any task."""
 
-    def __init__(self, name: str, tasks: tuple[TaskConfig, ...]) -> None:
+    def __init__(
+        self, name: str, tasks: tuple[TaskConfig, ...], reward_models: Mapping[str, RewardModel] | None = None
+    ) -> None:
+        """`reward_models`: those that the tasks' judges name."""
         super().__init__()
         self._name = name
-        self._judges = {task.name: build_judge(task) for task in tasks}
+        self._judges = {task.name: build_judge(task, reward_models) for task in tasks}
 
     def __repr__(self) -> str:
         return self._name

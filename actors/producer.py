@@ -78,6 +78,12 @@ class ProducerActor:
         """Lease the batch of `step`: (status, batch or None). Asked twice, the same batch."""
         return await self._producer.take_batch(step)
 
+    @ray.method(num_returns=2)
+    async def produce_batch(self, step: int) -> tuple[TakeStatus, PackedGroups | None]:
+        """Produce until the batch of `step` is there, then lease it. For jobs that do not call `run`."""
+        await self._producer.produce_batch(step)
+        return await self._producer.take_batch(step)
+
     async def acknowledge(self, step: int) -> None:
         """The batch of `step` is trained."""
         await self._producer.acknowledge(step)

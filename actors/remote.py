@@ -311,14 +311,17 @@ class RemotePool:
         return functools.partial(self._call, method)
 
     async def _call(self, method: str, *args: Any, **kwargs: Any) -> Any:
+        died = [0] * len(self._load)
         for attempt in range(1, self._tries + 1):
-            member = min(range(len(self._load)), key=self._load.__getitem__)
+            # A dead one has nothing to do: by its load alone it would be asked for ever.
+            member = min(range(len(self._load)), key=lambda number: (died[number], self._load[number]))
             self._load[member] += 1
             try:
                 return await self._members[member]._call(method, *args, **kwargs)
             except ACTOR_ERRORS as error:
                 if attempt == self._tries:
                     raise
+                died[member] += 1
                 name, kind = self._names[member], type(error).__name__
                 log.warning("%s died during %s (%s); dispatching again", name, method, kind)
                 await asyncio.sleep(0.5 * attempt)

@@ -2,11 +2,15 @@
 
 Owns routing, the pause gate of the pool, which worker is in which state, and bringing a dead worker back:
 restart (by Ray), start the engine, load the current weights, and only then serve. Owns no weights but the
-refs of the current version, kept so that a worker that comes back can catch up.
+refs of the current version, kept so that a worker that comes back, or wakes without weights, can catch up.
 
     worker:  STARTING -> UP -> DOWN -> (engine started, current version loaded) -> UP
 
-Invariants: nothing is routed to a worker that is not UP; an UP worker holds the pool's version; between
+A pool that sleeps has lent its devices to others: no engine is started meanwhile, so a worker that died comes back
+when the pool wakes, which it does with the next `load_weights` or `resume`.
+
+Invariants: nothing is routed to a worker that is not UP; an UP worker holds the pool's version, unless the pool
+sleeps, and then it sleeps too; between
 `pause` and `resume` no worker generates, whatever the mode, and a request that comes is an "abort" without
 tokens. Pause, resume, weight loads and a worker's return take one lock, so a worker that comes back in the
 middle of a sync cannot serve old weights; it comes back paused as the others are. What a dead worker had
@@ -19,12 +23,12 @@ import asyncio
 import logging
 import time
 from dataclasses import dataclass, field
-from enum import StrEnum
 from typing import Any
 
 import ray
 from ray.actor import ActorHandle
 
+from actors.pool_worker import PoolWorker, WorkerState
 from actors.remote import ACTOR_ERRORS, CallBatches, ManyCalls, within
 from raypost.config import PauseMode, RolloutConfig
 from raypost.errors import (
@@ -57,35 +61,6 @@ GONE = (*ACTOR_ERRORS, EngineLostError)
 """A worker that has to be brought back: it died, or Ray started it again before anybody noticed."""
 
 
-class WorkerState(StrEnum):
-    """Where a worker of the pool stands."""
-
-    STARTING = "starting"
-    UP = "up"
-    DOWN = "down"
-
-
-@dataclass(slots=True)
-class _Worker:
-    name: str
-    handle: ActorHandle
-    spans: SpanLog
-    generate: ManyCalls
-    state: WorkerState = WorkerState.STARTING
-    outstanding: int = 0
-    busy_since: float | None = None
-    """Since when it works on requests without a pause; None while it does not."""
-    restarts: int = 0
-    recovering: asyncio.Task[None] | None = None
-
-    def account(self, working: bool) -> None:
-        """Close the interval in which it had requests, and open the next one if it still works on some."""
-        now = time.time()
-        if self.busy_since is not None:
-            self.spans.add("rollout", self.busy_since, now)
-        self.busy_since = now if working and self.outstanding else None
-
-
 @dataclass(slots=True, frozen=True)
 class _Weights:
     manifest: Manifest
@@ -101,7 +76,7 @@ class RolloutController(CallBatches):
         super().__init__()
         self._rollout, self._sync_timeout_s = rollout, sync_timeout_s
         self._workers = [
-            _Worker(name, handle, SpanLog(name), ManyCalls(handle, "generate", MANY_REQUESTS))
+            PoolWorker(name, handle, SpanLog(name), ManyCalls(handle, "generate", MANY_REQUESTS))
             for name, handle in workers.items()
         ]
         self._weights: _Weights | None = None
@@ -112,6 +87,8 @@ class RolloutController(CallBatches):
         """Of the pause in force or under way."""
         self._pausing = False
         """Whether it is a pause that holds the lock."""
+        self._asleep = False
+        """From the call of `sleep`: no engine is started."""
         self._failure: Exception | None = None
         self._control = asyncio.Lock()
         self._changed = asyncio.Condition()
@@ -147,7 +124,7 @@ class RolloutController(CallBatches):
                 return GenerateResult.nothing("error", worker.name, str(error))
         return GenerateResult.nothing("abort")
 
-    async def _pick(self, deadline: float) -> _Worker | None:
+    async def _pick(self, deadline: float) -> PoolWorker | None:
         """An UP worker; None if the pool was paused while waiting for one."""
         up = [worker for worker in self._workers if worker.state is WorkerState.UP]
         if up:
@@ -165,7 +142,7 @@ class RolloutController(CallBatches):
         return None
 
     async def _generate_on(
-        self, worker: _Worker, request: GenerateRequest, deadline: float
+        self, worker: PoolWorker, request: GenerateRequest, deadline: float
     ) -> GenerateResult:
         worker.outstanding += 1
         if worker.busy_since is None:
@@ -208,19 +185,54 @@ class RolloutController(CallBatches):
     async def _pause_workers(self) -> None:
         await self._on_every_up("pause", self._deadlines.pool_s, self._mode)
 
+    async def sleep(self, keep_weights: bool) -> None:
+        """Lend the engines' devices to others until the next `load_weights` or `resume`, which wake what they need.
+
+        Keys and values are dropped. `keep_weights`: weights stay in main memory; else they are dropped too, and
+        `resume` loads the pool's version again unless another was loaded. On CPU the same rules hold, but no memory is
+        freed. Returns when no engine is on a device, and none is being started. Idempotent. Raises RaypostError unless
+        the pool is paused without frozen requests.
+        """
+        async with self._control:
+            if not self._paused or self._mode == "keep":
+                now = "paused with 'keep'" if self._paused else f"serving version {self._version}"
+                raise RaypostError(f"the pool is {now}: pause it with 'abort' or 'wait' before it sleeps")
+            self._asleep = True
+        await self._until_none_starts()
+        async with self._control:
+            if not self._asleep:
+                raise RaypostError(
+                    "the pool was woken while it fell asleep: sleep and wake one after the other"
+                )
+            await self._on_every_up("sleep", self._rollout.pause_timeout_s, keep_weights)
+
+    async def _until_none_starts(self) -> None:
+        """Wait for workers that are on their way back: an engine takes its device when it starts."""
+        names = ", ".join(worker.name for worker in self._workers if worker.starting)
+        async with self._changed:
+            none_starts = self._changed.wait_for(lambda: not any(w.starting for w in self._workers))
+            await within(
+                none_starts, self._rollout.start_timeout_s, f"{names} to come back before the pool sleeps"
+            )
+
     async def resume(self, version: int) -> None:
-        """Engines first, gate last. Raises StaleWeightsError unless the pool holds `version`. Idempotent."""
+        """Engines first, gate last. A pool that sleeps wakes, with the weights it has or last loaded.
+
+        Raises StaleWeightsError unless the pool holds `version`. Idempotent.
+        """
         async with self._control:
             if version != self._version:
                 raise StaleWeightsError(f"cannot serve version {version}: the pool holds {self._version}")
+            if self._asleep:
+                await self._load_every_up()
             await self._on_every_up("resume", self._rollout.pause_timeout_s, version)
-            self._paused, self._mode = False, None
+            self._paused, self._mode, self._asleep = False, None, False
             for worker in self._workers:
                 worker.account(working=True)
         await self._notify()
 
     async def load_weights(self, manifest: Manifest, buckets: list[ray.ObjectRef]) -> list[WeightReport]:
-        """Load a version into every live worker; what each of them says it holds afterwards.
+        """Load a version into every live worker; what each of them says it holds afterwards. A pool that sleeps wakes.
 
         A worker that dies meanwhile catches up when it is back. Raises WeightError if one holds something
         else than was sent, and WaitTimeoutError if no worker is left to hold it.
@@ -228,18 +240,32 @@ class RolloutController(CallBatches):
         deadline = time.monotonic() + self._sync_timeout_s
         async with self._control:
             self._weights, self._version = _Weights(manifest, buckets), manifest.version
+            self._asleep = False
+        await self._notify()
         while True:
             async with self._control:
-                reports = await self._on_every_up("load_weights", self._sync_timeout_s, manifest, *buckets)
-                for report in reports:
-                    self._verify(report)
+                reports = await self._load_every_up()
             if reports:
                 return reports
             await self._pick(deadline)
 
+    async def _load_every_up(self) -> list[WeightReport]:
+        """The pool's version, into workers that hold another or none."""
+        assert self._weights is not None, "the pool has a version"
+        sent = self._weights
+        reports = await self._on_every_up("load_weights", self._sync_timeout_s, sent.manifest, *sent.buckets)
+        for report in reports:
+            self._verify(report)
+        return reports
+
     async def canary(self, prompt_ids: IntArray) -> list[tuple[str, FloatArray]]:
-        """(worker, logprobs of the prompt's tokens) for every live worker, also while paused."""
+        """(worker, logprobs of the prompt's tokens) for every live worker, also while paused. Raises RaypostError
+        while the pool sleeps."""
         async with self._control:
+            if self._asleep:
+                raise RaypostError(
+                    "the pool sleeps and has lent its devices: load a version, or resume it, first"
+                )
             return await self._on_every_up("canary", self._sync_timeout_s, prompt_ids, named=True)
 
     def _verify(self, report: WeightReport) -> None:
@@ -273,7 +299,7 @@ class RolloutController(CallBatches):
 
     # ---------------------------------------------------------------- death and return
 
-    async def _lost(self, worker: _Worker, error: BaseException) -> None:
+    async def _lost(self, worker: PoolWorker, error: BaseException) -> None:
         if worker.state is not WorkerState.UP:
             return
         worker.state = WorkerState.DOWN
@@ -282,17 +308,12 @@ class RolloutController(CallBatches):
         )
         worker.recovering = asyncio.create_task(self._recover(worker), name=f"recover {worker.name}")
 
-    async def _recover(self, worker: _Worker) -> None:
+    async def _recover(self, worker: PoolWorker) -> None:
         """Bring a worker back, with the pool's version. Gives up after RECOVERY_TRIES."""
         for attempt in range(1, RECOVERY_TRIES + 1):
             try:
-                await self._start_engine(worker)
-                async with self._control:
-                    await self._catch_up(worker)
-                    worker.state = WorkerState.UP
-                    worker.restarts += 1
+                await self._bring_back(worker)
                 log.warning("%s serves version %s again", worker.name, self._version)
-                await self._notify()
                 return
             except (*ACTOR_ERRORS, RaypostError) as error:
                 log.warning(
@@ -305,11 +326,31 @@ class RolloutController(CallBatches):
         worker.recovering = None
         await self._notify()
 
-    async def _start_engine(self, worker: _Worker) -> dict[str, Any]:
+    async def _bring_back(self, worker: PoolWorker) -> None:
+        await self._until_awake(worker)
+        worker.starting = True
+        try:
+            await self._start_engine(worker)
+            async with self._control:
+                await self._catch_up(worker)
+                worker.state = WorkerState.UP
+                worker.restarts += 1
+        finally:
+            worker.starting = False
+            await self._notify()
+
+    async def _until_awake(self, worker: PoolWorker) -> None:
+        # Without a deadline: the devices are lent for as long as whoever let the pool sleep needs them.
+        if self._asleep:
+            log.warning("%s comes back when the pool wakes: its device is lent", worker.name)
+        async with self._changed:
+            await self._changed.wait_for(lambda: not self._asleep)
+
+    async def _start_engine(self, worker: PoolWorker) -> dict[str, Any]:
         timeout_s = self._rollout.start_timeout_s
         return await within(worker.handle.start.remote(), timeout_s, f"the engine of {worker.name} to start")
 
-    async def _catch_up(self, worker: _Worker) -> None:
+    async def _catch_up(self, worker: PoolWorker) -> None:
         if self._mode is not None:
             pause = worker.handle.pause.remote(self._mode)
             await within(pause, self._deadlines.pool_s, f"{worker.name} to pause")

@@ -1,19 +1,23 @@
 """RolloutWorker: one vLLM engine that serves only the weights it was told to serve.
 
-Owns the gate in front of the engine, the order of pause, load and resume, and the end of this process when
-the engine dies. Owns no routing and no retries: those are the pool's.
+Owns the gate in front of the engine and the order of pause, sleep, load and resume; how an engine starts, ends and
+is stopped is engine_life.py's and engine_pause.py's. Owns no routing and no retries: those are the pool's.
 
     start -> load_weights -> resume -> generate ... -> pause -> load_weights -> resume -> generate ...
+                                                    -> pause -> sleep -> load_weights -> resume -> ...
 
     pause      requests in the engine                       requests that come while paused
     abort      end now, with the tokens they have           "abort" without tokens, in every mode: the pool
     keep       freeze in it; go on after `resume`           has paused too, and whoever sent them sends them
     wait       run to their end, else are aborted           again after `resume`
 
+An engine that sleeps has lent its device to others. Nobody wakes it by name: `load_weights` wakes the memory of the
+weights, `resume` and `canary` all of it. On CPU the same rules hold, but no memory is freed.
+
 Invariants: no request reaches the engine while the gate is closed; the gate opens only when the engine itself
 says that it holds the version; after `pause` the engine generates nothing, and unless it was "keep" no request
-is in it; a pause is never softened before `resume`; an engine left half loaded never serves and is built anew
-by the next load.
+is in it; a pause is never softened before `resume`; only a paused engine without requests sleeps, and one that
+gave up its weights holds no version; an engine left half loaded never serves and is built anew by the next load.
 
 Every method runs on the actor's one event loop: an actor with concurrency groups would have one loop a
 group, and an engine belongs to one loop. placement.MAX_CONCURRENCY keeps control calls from queueing behind
@@ -25,18 +29,19 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import os
 import time
-from collections.abc import Awaitable, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
+from typing import TYPE_CHECKING, Any
 
+from actors.engine_life import EngineLife
+from actors.engine_pause import EnginePause
 from actors.remote import CallBatches
 from raypost.config import PauseMode
-from raypost.engine_config import QUIET, EngineConfig
+from raypost.engine_config import EngineConfig
 from raypost.errors import EngineLostError, RaypostError, StaleWeightsError, WaitTimeoutError, WeightError
 from raypost.open_requests import OpenRequests
-from raypost.pause import PauseDeadlines, stricter
+from raypost.pause import PauseDeadlines
 from raypost.types import (
     NO_VERSION,
     FloatArray,
@@ -49,14 +54,11 @@ from raypost.types import (
 from raypost.weights import Bytes, Manifest
 
 if TYPE_CHECKING:
-    from actors.vllm_engine import Engine
+    from actors.vllm_engine import Engine, Memory
 
 __all__ = ["EngineConfig", "RolloutWorker"]
 
-T = TypeVar("T")
 log = logging.getLogger(__name__)
-
-ABORT_AGAIN_S = 0.2
 
 
 class RolloutWorker(CallBatches):
@@ -67,19 +69,12 @@ class RolloutWorker(CallBatches):
         super().__init__()
         self._name, self._model_path, self._config = name, model_path, engine
         self._seed = engine.seed + worker_index
-        self._engine: Engine | None = None
-        self._info: dict[str, Any] = {}
+        self._life = EngineLife(name, engine, self._make_engine)
         self._broken: str | None = None
         self._open = False
         self._control = asyncio.Lock()
-        self._deadlines = PauseDeadlines(engine.pause_timeout_s)
-        self._mode: PauseMode | None = None
-        """Of the pause in force or under way."""
-        self._stopped = False
-        """Whether the engine confirmed that it is paused."""
-        self._running_out: asyncio.Task[bool] | None = None
         self._requests = OpenRequests()
-        self._watched: list[int] = []
+        self._pause = EnginePause(name, PauseDeadlines(engine.pause_timeout_s), self._requests, self._life)
         self._version = NO_VERSION
         self._generated_tokens = 0
         self._started_at = time.monotonic()
@@ -95,79 +90,48 @@ class RolloutWorker(CallBatches):
         Raises RaypostError if the engine does not come up.
         """
         async with self._control:
-            if self._engine is None:
+            if self._life.engine is None:
                 await self._build()
-            return self._info
+            return self._life.info
 
-    async def _build(self) -> None:
-        os.environ.update(QUIET | os.environ | self._config.environment())
-        begin = time.monotonic()
-        try:
-            await asyncio.to_thread(self._make_engine)
-            assert self._engine is not None, "made just now"
-            pids = await self._engine.prepare()
-            self._watch(pids)
-            await self._engine.warm_up()
-            await self._engine.pause("abort")
-            self._stopped = True
-        except Exception as error:
-            await self._discard()
-            raise RaypostError(
-                f"the engine of {self._name} did not start: {error} (its log says more)"
-            ) from error
-        self._broken = None
-        self._info = {"pid": os.getpid(), "engine_pids": pids, "init_s": time.monotonic() - begin}
-
-    def _make_engine(self) -> None:
+    def _make_engine(self) -> Engine:
         # vLLM reads the environment when it is imported.
         from actors.vllm_engine import Engine
 
-        # Not returned: the thread would keep its result, and with it a discarded engine.
-        self._engine = Engine(self._model_path, self._config, self._seed)
+        return Engine(self._model_path, self._config, self._seed)
 
-    def _watch(self, pids: list[int]) -> None:
-        """End this process when one of the engine's ends: nothing else would be noticed while idle."""
-        loop = asyncio.get_running_loop()
-        for pid in pids:
-            process = os.pidfd_open(pid)
-            loop.add_reader(process, self._die, f"its engine process {pid} ended")
-            self._watched.append(process)
-
-    def _unwatch(self) -> None:
-        loop = asyncio.get_running_loop()
-        for process in self._watched:
-            loop.remove_reader(process)
-            os.close(process)
-        self._watched.clear()
-
-    def _die(self, reason: str) -> NoReturn:
-        # An actor without its engine would stay alive and fail every call; only its end makes Ray restart it.
-        log.critical("%s ends itself: %s", self._name, reason)
-        logging.shutdown()
-        os._exit(1)
+    async def _build(self) -> None:
+        try:
+            engine = await self._life.build()
+            await engine.pause("abort")
+        except Exception as error:
+            self._discard()
+            raise RaypostError(
+                f"the engine of {self._name} did not start: {error} (its log says more)"
+            ) from error
+        self._broken, self._pause.confirmed = None, True
 
     async def shutdown(self) -> None:
         """End the engine's processes. The actor itself is the caller's to end."""
         self._open = False
         async with self._control:
-            await self._give_back()
-            await self._discard()
+            await self._end()
+
+    async def _end(self) -> None:
+        """Give the engine up, if there is one, and end what is open in it."""
+        await self._give_back()
+        self._discard()
 
     async def _give_back(self) -> None:
         """End what is open in an engine that is given up; one that does not answer takes it along."""
-        if self._engine is not None and len(self._requests):
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(self._deadlines.worker_s):
-                    await self._abort(self._engine)
+        if self._life.engine is not None and len(self._requests):
+            with contextlib.suppress(WaitTimeoutError):
+                self._pause.overrule("abort")
+                await self._pause.stop(self._life.engine)
 
-    async def _discard(self) -> None:
-        self._open = False
-        if self._engine is None:
-            return
-        self._unwatch()
-        engine, self._engine, self._version = self._engine, None, NO_VERSION
-        # On this loop: one that ran meanwhile would report a dead engine.
-        engine.shutdown()
+    def _discard(self) -> None:
+        self._open, self._version = False, NO_VERSION
+        self._life.discard()
 
     # ---------------------------------------------------------------- generation
 
@@ -185,7 +149,7 @@ class RolloutWorker(CallBatches):
             return GenerateResult.nothing("error", self._name, problem)
         ticket = self._requests.enter(request.request_id)
         try:
-            result = await self._alive(engine.generate(request))
+            result = await self._life.alive(engine.generate(request))
         finally:
             self._requests.leave(ticket)
         self._generated_tokens += len(result.response_ids)
@@ -203,15 +167,6 @@ class RolloutWorker(CallBatches):
             return f"{asked}, but ids {ids.min()} to {ids.max()} exceed the vocabulary of {vocab_size}"
         return None
 
-    async def _alive(self, call: Awaitable[T]) -> T:
-        """Await a call to the engine; end this process if the engine turns out to be dead."""
-        from actors.vllm_engine import EngineDeadError
-
-        try:
-            return await call
-        except EngineDeadError as error:
-            self._die(f"its engine is dead: {error}")
-
     # ---------------------------------------------------------------- pause, weights, resume
 
     async def pause(self, mode: PauseMode = "abort") -> None:
@@ -223,104 +178,98 @@ class RolloutWorker(CallBatches):
         and aborts it. Raises WaitTimeoutError if that does not end it either; the gate stays closed.
         """
         self._open = False
-        self._overrule(mode)
+        self._pause.overrule(mode)
         async with self._control:
             # A resume that was under way when the gate closed has opened it again.
             self._open = False
-            self._overrule(mode)
-            if self._engine is None:
-                return
-            try:
-                async with asyncio.timeout(self._deadlines.worker_s):
-                    await self._stop(self._engine)
-            except TimeoutError as error:
-                waited = f"{self._name} waited {self._deadlines.worker_s:.0f} s to end {self._requests}"
-                raise WaitTimeoutError(waited) from error
+            self._pause.overrule(mode)
+            engine = self._life.engine
+            if engine is not None and not engine.asleep:
+                await self._pause.stop(engine)
 
-    def _overrule(self, mode: PauseMode) -> None:
-        """Let `mode` decide, unless what is in force is stricter."""
-        before, self._mode = self._mode, stricter(self._mode, mode)
-        if self._mode != before and self._running_out is not None:
-            self._running_out.cancel()
+    async def sleep(self, keep_weights: bool) -> None:
+        """Lend the engine's device to others until something wakes it. Idempotent; without an engine nothing is lent.
 
-    async def _stop(self, engine: Engine) -> None:
-        if self._mode == "wait":
-            await self._run_out()
-        if self._mode == "keep":
-            await self._alive(engine.pause("keep"))
-            self._requests.freeze()
-        else:
-            await self._abort(engine)
-        self._stopped = True
-
-    async def _run_out(self) -> None:
-        """Let requests end until none is left, a stricter pause overrules this one, or time is up.
-
-        The engine itself is not told to wait: that would leave those which still queue in it where they are.
+        Keys and values are dropped; the weights are kept in main memory, or dropped with the version they were. An
+        engine that is half loaded ends instead: the next load builds it anew. Raises RaypostError unless the engine is
+        paused without a request in it.
         """
-        self._running_out = asyncio.create_task(self._requests.idle.wait(), name=f"{self._name} runs out")
-        try:
-            await asyncio.wait([self._running_out], timeout=self._deadlines.run_out_s)
-        finally:
-            self._running_out.cancel()
-            self._running_out = None
-        if self._mode == "wait" and len(self._requests):
-            waited_s = self._deadlines.run_out_s
-            log.warning(
-                "%s waited %.0f s and aborts what still runs, %s", self._name, waited_s, self._requests
-            )
-            self._mode = "abort"
-
-    async def _abort(self, engine: Engine) -> None:
-        while True:
-            await self._alive(engine.pause("abort"))
-            self._requests.thaw()
-            try:
-                # A request that passed the gate just before it closed may reach the engine behind the abort,
-                # where it queues until the engine resumes: abort again.
-                await asyncio.wait_for(self._requests.idle.wait(), ABORT_AGAIN_S)
+        async with self._control:
+            engine = self._life.engine
+            if engine is None:
                 return
-            except TimeoutError:
-                log.warning("%s aborts again: a paused engine still has %s", self._name, self._requests)
+            if self._open or not self._pause.confirmed:
+                raise RaypostError(
+                    f"{self._name} is serving version {self._version}: pause it before it sleeps"
+                )
+            if len(self._requests):
+                raise RaypostError(
+                    f"{self._name} has {self._requests}, frozen by a pause: pause it with 'abort' before it sleeps"
+                )
+            if self._broken is not None:
+                return await self._end()
+            if not keep_weights:
+                self._version = NO_VERSION
+            with self._whole("falling asleep"):
+                await self._life.alive(engine.sleep(keep_weights))
+
+    @contextlib.contextmanager
+    def _whole(self, doing: str) -> Iterator[None]:
+        """Within, the engine counts as broken: it stays so if anything ends this early, a cancellation included."""
+        self._broken = f"{doing} was interrupted"
+        try:
+            yield
+        except Exception as error:
+            self._broken = f"{doing} failed: {error}"
+            raise WeightError(
+                f"{self._name}: {self._broken}; the next load builds its engine anew"
+            ) from error
+        self._broken = None
 
     async def resume(self, version: int) -> None:
-        """Serve `version`: engine first, gate last. Frozen requests go on.
+        """Serve `version`: engine first, gate last. Frozen requests go on, and an engine that sleeps wakes.
 
-        Raises StaleWeightsError if the engine itself says it holds another, WeightError if it is half loaded.
+        Raises StaleWeightsError if the engine itself says it holds another, or none since it gave up its weights when
+        it fell asleep, and WeightError if it is half loaded.
         """
         async with self._control:
             engine = self._usable()
-            held, _, _ = await self._alive(engine.held())
+            held, _, _ = await self._life.alive(engine.held())
             if held != version:
                 raise StaleWeightsError(
                     f"{self._name} holds version {held} and was asked to serve {version}: load it"
                 )
-            self._stopped = False
-            await self._alive(engine.resume())
-            self._mode = None
-            self._requests.thaw()
+            await self._wake(engine)
+            self._pause.confirmed = False
+            await self._life.alive(engine.resume())
+            self._pause.over()
             self._open = True
+
+    async def _wake(self, engine: Engine, *memory: Memory) -> None:
+        """Take memory back, all of it unless named; nothing to do while none sleeps."""
+        if engine.asleep:
+            with self._whole("waking"):
+                await self._life.alive(engine.wake(*memory))
 
     async def load_weights(self, manifest: Manifest, *buckets: Bytes) -> WeightReport:
         """Bring a version into the paused engine; what the engine then says it holds.
 
-        Frozen requests stay, and after `resume` their whole prefix runs through the new weights first. The
-        version already held is acknowledged without loading. An engine left half loaded is built anew first,
-        and what was frozen in it comes back as from an abort. Raises StaleWeightsError for an older version,
-        WeightError naming the tensor for bytes that are not what was published; the old weights then stay,
-        unless the engine broke, which `resume` refuses.
+        Frozen requests stay, and after `resume` their whole prefix runs through the new weights first. Of an engine
+        that sleeps, the memory of the weights wakes. The version already held is acknowledged without loading. An
+        engine left half loaded is built anew first, and what was frozen in it comes back as from an abort. Raises
+        StaleWeightsError for an older version, WeightError naming the tensor for bytes that are not what was
+        published; what was held before then stays, unless the engine broke, which `resume` refuses.
         """
         async with self._control:
-            if self._engine is not None and not self._stopped:
+            if self._life.engine is not None and not self._pause.confirmed:
                 raise WeightError(f"{self._name} is serving version {self._version}: pause it before loading")
-            if self._engine is None or self._broken is not None:
-                log.warning("%s builds its engine anew: %s", self._name, self._broken or "it was shut down")
-                await self._give_back()
-                await self._discard()
+            if self._life.engine is None or self._broken is not None:
+                log.warning("%s builds its engine anew: %s", self._name, self._broken or "it has none")
+                await self._end()
                 await self._build()
             engine = self._usable()
             begin = time.monotonic()
-            held, digest, _ = await self._alive(engine.held())
+            held, digest, _ = await self._life.alive(engine.held())
             if manifest.version < held:
                 raise StaleWeightsError(
                     f"{self._name} holds version {held}: version {manifest.version} is older"
@@ -335,17 +284,16 @@ class RolloutWorker(CallBatches):
             return await self._report(engine, time.monotonic() - begin)
 
     async def _load(self, engine: Engine, manifest: Manifest, buckets: Sequence[Bytes]) -> None:
-        # Holds for whatever ends this coroutine, a cancellation included.
+        await self._wake(engine, "weights")
+        # As in _whole; but an error that leaves the old weights untouched leaves the engine whole.
         self._broken, self._version = f"loading version {manifest.version} was interrupted", NO_VERSION
         try:
-            await self._alive(engine.load(manifest, buckets))
+            await self._life.alive(engine.load(manifest, buckets))
         except Exception as error:
-            self._version, _, touched = await self._alive(engine.held())
-            kept = (
-                "its engine is half loaded and must be built anew"
-                if touched
-                else "its old weights are untouched"
-            )
+            self._version, _, touched = await self._life.alive(engine.held())
+            kept = "its old weights are untouched" if self._version >= 0 else "it holds no version"
+            if touched:
+                kept = "its engine is half loaded and must be built anew"
             self._broken = f"loading version {manifest.version} failed: {error}" if touched else None
             raise WeightError(
                 f"{self._name} did not load version {manifest.version}: {error}; {kept}"
@@ -358,7 +306,7 @@ class RolloutWorker(CallBatches):
             return await self._report(self._usable(), 0.0)
 
     async def _report(self, engine: Engine, load_s: float) -> WeightReport:
-        version, digest, _ = await self._alive(engine.held())
+        version, digest, _ = await self._life.alive(engine.held())
         return WeightReport(version=version, digest=digest, worker=self._name, load_s=load_s)
 
     async def canary(self, prompt_ids: IntArray) -> FloatArray:
@@ -368,23 +316,28 @@ class RolloutWorker(CallBatches):
         """
         async with self._control:
             engine = self._usable()
-            if not self._stopped:
-                return await self._alive(engine.prompt_logprobs(prompt_ids))
+            if engine.asleep and self._version == NO_VERSION:
+                raise StaleWeightsError(
+                    f"{self._name} gave up its weights when it fell asleep: load a version"
+                )
+            if not self._pause.confirmed:
+                return await self._life.alive(engine.prompt_logprobs(prompt_ids))
             frozen = len(self._requests) > 0
-            self._stopped = False
+            await self._wake(engine)
+            self._pause.confirmed = False
             try:
-                return await self._alive(engine.prompt_logprobs(prompt_ids, resume=True))
+                return await self._life.alive(engine.prompt_logprobs(prompt_ids, resume=True))
             finally:
                 # Keys and values made just now are of the weights held now: they may stay.
-                await self._alive(engine.pause("keep" if frozen else "abort", clear_cache=not frozen))
-                self._stopped = True
+                await self._life.alive(engine.pause("keep" if frozen else "abort", clear_cache=not frozen))
+                self._pause.confirmed = True
 
     def _usable(self) -> Engine:
-        if self._engine is None:
+        if self._life.engine is None:
             raise EngineLostError(f"{self._name} has no engine: start it first")
         if self._broken is not None:
             raise WeightError(f"{self._name} is half loaded: {self._broken}; load a version again")
-        return self._engine
+        return self._life.engine
 
     # ---------------------------------------------------------------- what can be seen
 
@@ -401,6 +354,5 @@ class RolloutWorker(CallBatches):
 
     async def ping(self) -> str:
         """The worker's name. Ends this process if the engine is dead."""
-        if self._engine is not None and self._engine.is_dead:
-            self._die("its engine is dead")
+        self._life.check()
         return self._name

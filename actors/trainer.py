@@ -29,6 +29,7 @@ from ray.actor import ActorHandle
 
 from raypost.config import Config
 from raypost.errors import RaypostError, WaitTimeoutError
+from raypost.protocols import Reference
 from raypost.types import FloatArray, IntArray, Span
 from raypost.weights import Manifest
 
@@ -37,14 +38,19 @@ class TrainerGroup:
     """All ranks as one trainer. Holds handles only, so it can be passed to other actors."""
 
     def __init__(
-        self, workers: Sequence[ActorHandle], config: Config, critic: TrainerGroup | None = None
+        self,
+        workers: Sequence[ActorHandle],
+        config: Config,
+        critic: TrainerGroup | None = None,
+        reference: Reference | None = None,
     ) -> None:
         """`workers`: actors of TrainerWorker in the order of their ranks. `critic`: started, saved and trained with
-        the policy; its workers are of kind `critic`."""
+        the policy; its workers are of kind `critic`. `reference`: started with the policy and asked in its ranks'
+        stead, where `train.loss.kl.pool` says so."""
         if len(workers) != config.train.num_workers:
             raise ValueError(f"{len(workers)} workers, but train.num_workers is {config.train.num_workers}")
         self._workers = list(workers)
-        self._train, self._critic = config.train, critic
+        self._train, self._critic, self._reference = config.train, critic, reference
         self._timeout_s = config.train.step_timeout_s
         self._step = 0
 
@@ -56,8 +62,18 @@ class TrainerGroup:
         """The last step that was trained or restored."""
         return self._step
 
+    @property
+    def critic(self) -> TrainerGroup | None:
+        """The group that trains the critic, if there is one."""
+        return self._critic
+
     async def start(self) -> list[dict[str, Any]]:
         """Bring all ranks together and build their engines; returns what each says about itself."""
+        beside = _nothing() if self._reference is None else self._reference.start()
+        _, infos = await asyncio.gather(beside, self._start())
+        return infos
+
+    async def _start(self) -> list[dict[str, Any]]:
         if self._critic is not None:
             await self._critic.start()
         address, port = (await self._each("rendezvous", ranks=[0]))[0]
@@ -70,26 +86,28 @@ class TrainerGroup:
         trained again.
         """
         step = self._step + 1 if step is None else step
-        if self._critic is not None:
-            return await self._fit_with_critic(self._critic, batch_ref, step)
+        if self._critic is not None or self._reference is not None:
+            return await self._fit_call_by_call(batch_ref, step)
         metrics = (await self._each("fit", batch_ref, step))[0]
         self._step = step
         return metrics
 
-    async def _fit_with_critic(
-        self, critic: TrainerGroup, batch_ref: ray.ObjectRef, step: int
-    ) -> dict[str, float]:
+    async def _fit_call_by_call(self, batch_ref: ray.ObjectRef, step: int) -> dict[str, float]:
         """The calls of a step, one by one. A critic that trained before the policy failed trains this step once."""
-        values = await critic.compute_values(batch_ref)
-        old = await self.compute_old_logprobs(batch_ref) if self._train.needs_old_logprobs else None
-        ref = await self.compute_ref_logprobs(batch_ref) if self._train.needs_ref_logprobs else None
+        critic = self._critic
+        values = await critic.compute_values(batch_ref) if critic is not None else None
+        old, ref = await asyncio.gather(
+            self.compute_old_logprobs(batch_ref) if self._train.needs_old_logprobs else _nothing(),
+            self.compute_ref_logprobs(batch_ref) if self._train.needs_ref_logprobs else _nothing(),
+        )
         advantages = await self.compute_advantages(batch_ref, old, ref, values)
+        if critic is None:
+            return await self.train(batch_ref, advantages, old, ref, step=step)
         metrics, of_critic = await asyncio.gather(
             self.train(batch_ref, advantages, old, ref, step=step),
             critic.train_values(batch_ref, advantages, values, step=step),
         )
-        own = {name if "value" in name else f"critic_{name}": value for name, value in of_critic.items()}
-        return own | metrics
+        return of_critic | metrics
 
     # ---------------------------------------------------------------- a step spelled out; all are refs
 
@@ -99,10 +117,13 @@ class TrainerGroup:
 
     async def compute_ref_logprobs(self, batch_ref: ray.ObjectRef) -> ray.ObjectRef:
         """The same under the frozen reference. Raises ValueError without one."""
+        if self._reference is not None:
+            return await self._reference.compute_ref_logprobs(batch_ref)
         return await self._result("compute_ref_logprobs", batch_ref)
 
     async def compute_values(self, batch_ref: ray.ObjectRef) -> ray.ObjectRef:
-        """The critic's value at each trained token; of a group whose workers are a critic."""
+        """The critic's value at each trained token, and after those that were cut off; of a group whose workers are a
+        critic."""
         return await self._result("compute_values", batch_ref)
 
     async def compute_advantages(
@@ -143,11 +164,12 @@ class TrainerGroup:
         *,
         step: int | None = None,
     ) -> dict[str, float]:
-        """The critic's optimizer steps on a batch; `values`: what `compute_values` gave."""
+        """The critic's optimizer steps on a batch; `values`: what `compute_values` gave. Returns metrics under names
+        that the policy's do not have."""
         step = self._step + 1 if step is None else step
         metrics = (await self._each("train_values", batch_ref, step, advantages, values))[0]
         self._step = step
-        return metrics
+        return {name if "value" in name else f"critic_{name}": value for name, value in metrics.items()}
 
     # ---------------------------------------------------------------- weights and state
 
@@ -173,19 +195,36 @@ class TrainerGroup:
         self._step = steps[0]
         return self._step
 
-    async def save_hf(self, path: Path | str) -> None:
-        """Write the model and its tokenizer as a Hugging Face folder."""
-        await self._each("save_hf", str(path))
+    async def save_hf(self, path: Path | str, ema: bool = False) -> None:
+        """Write the model and its tokenizer as a Hugging Face folder; `ema`: with the moving average of its weights,
+        which `train.ema_decay` keeps."""
+        await self._each("save_hf", str(path), ema)
+
+    async def offload(self) -> None:
+        """Lend the devices of all ranks, the critic's too, to others; see TrainerWorker. Until `reload` everything is
+        refused that needs a model: steps, publications, checkpoints."""
+        if self._critic is not None:
+            await self._critic.offload()
+        await self._each("offload")
+
+    async def reload(self) -> None:
+        """Take the devices back, whoever used them meanwhile: engines must sleep."""
+        if self._critic is not None:
+            await self._critic.reload()
+        await self._each("reload")
 
     async def drain_spans(self) -> list[Span]:
         """What all ranks did since the last call."""
         spans = [span for spans in await self._each("drain_spans") for span in spans]
-        return spans if self._critic is None else spans + await self._critic.drain_spans()
+        for other in (self._critic, self._reference):
+            spans += [] if other is None else await other.drain_spans()
+        return spans
 
     async def shutdown(self) -> None:
         """Leave the process group and end the actors, also those that do not answer."""
-        if self._critic is not None:
-            await self._critic.shutdown()
+        for other in (self._critic, self._reference):
+            if other is not None:
+                await other.shutdown()
         try:
             await self._each("close", timeout_s=min(10.0, self._timeout_s))
         except (RaypostError, ray.exceptions.RayError):
@@ -237,3 +276,7 @@ _CRITIC = "critic"
 
 async def _answer(ref: ray.ObjectRef) -> Any:
     return await ref
+
+
+async def _nothing() -> None:
+    """What a step does not need."""

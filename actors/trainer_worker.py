@@ -4,7 +4,7 @@ Owns the rank's environment and process group, its time log, and the lifetime of
 computes is raypost.trainer's. It imports torch and deepspeed in `setup`, in its own process.
 
 Invariants: all ranks get the same calls in the same order, since most are collectives; at most two publications
-are alive, the last one and the one being made.
+are alive, the last one and the one being made, beside the base weights that adapters are added to.
 """
 
 from __future__ import annotations
@@ -13,9 +13,10 @@ import fcntl
 import os
 import socket
 import struct
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 import ray
 
@@ -25,14 +26,15 @@ from raypost.metrics import CHECKPOINT, SYNC, TRAIN, SpanLog
 from raypost.packed import PackedGroups
 from raypost.trainer.train_batch import Column
 from raypost.types import FloatArray, IntArray, Span
-from raypost.weights import Manifest, pack
+from raypost.weights import Bytes, Given, Manifest, pack, pack_adapters
 
 if TYPE_CHECKING:
     from raypost.trainer.critic_rank import CriticRank
     from raypost.trainer.policy_rank import PolicyRank
-    from raypost.trainer.token_advantages import TokenAdvantages
+    from raypost.trainer.token_advantages import TokenAdvantages, TokenValues
 
 Kind = Literal["policy", "critic"]
+T = TypeVar("T")
 
 CONCURRENCY_GROUPS = {"control": 1}
 """Spawn TrainerWorker with these: its time log is read while it trains, on a thread of its own."""
@@ -54,6 +56,9 @@ class TrainerWorker:
         self._config, self._model_path, self._rank, self._kind = config, model_path, rank, kind
         self._trained: PolicyRank | CriticRank | None = None
         self._published: list[Publication] = []
+        self._base: Publication | None = None
+        """What adapters are added to, on rank 0 once it was gathered."""
+        self._base_gathered = False
         self._spans = SpanLog(repr(self))
 
     def __repr__(self) -> str:
@@ -103,6 +108,13 @@ class TrainerWorker:
 
     @property
     def _ready(self) -> PolicyRank | CriticRank:
+        trained = self._set_up
+        if trained.is_offloaded:
+            raise RaypostError(f"{self!r} has lent its device to others: call TrainerGroup.reload first")
+        return trained
+
+    @property
+    def _set_up(self) -> PolicyRank | CriticRank:
         if self._trained is None:
             raise RaypostError(f"{self!r} is not set up: call TrainerGroup.start first")
         return self._trained
@@ -140,8 +152,8 @@ class TrainerWorker:
         with self._spans.span(TRAIN):
             return None, self._of_rank_0(self._policy.compute_ref_logprobs(packed))
 
-    def compute_values(self, packed: PackedGroups) -> tuple[None, Column | None]:
-        """The critic's value at each trained token. A collective."""
+    def compute_values(self, packed: PackedGroups) -> tuple[None, TokenValues | None]:
+        """The critic's value at each trained token, and after what was cut off. A collective."""
         with self._spans.span(TRAIN):
             return None, self._of_rank_0(self._critic.compute_values(packed))
 
@@ -150,7 +162,7 @@ class TrainerWorker:
         packed: PackedGroups,
         old_logprobs: Column | None,
         ref_logprobs: Column | None,
-        values: Column | None,
+        values: TokenValues | None,
     ) -> tuple[None, TokenAdvantages]:
         """Advantages of the batch's tokens. No collective: one rank suffices."""
         with self._spans.span(TRAIN):
@@ -169,31 +181,57 @@ class TrainerWorker:
             return self._policy.train(packed, step, advantages, old_logprobs, ref_logprobs)
 
     def train_values(
-        self, packed: PackedGroups, step: int, advantages: TokenAdvantages, values: Column
+        self, packed: PackedGroups, step: int, advantages: TokenAdvantages, values: TokenValues
     ) -> dict[str, float]:
         """The critic's; `values`: what `compute_values` gave. A collective."""
         with self._spans.span(TRAIN):
             return self._critic.train(packed, step, advantages, values)
 
-    def _of_rank_0(self, column: Column) -> Column | None:
-        return column if self._rank == 0 else None
+    def _of_rank_0(self, result: T) -> T | None:
+        return result if self._rank == 0 else None
 
     def publish(self, version: int) -> tuple[Manifest, list[ray.ObjectRef]] | None:
         """Put the weights into the object store as `version`: rank 0 returns them. A collective at ZeRO 3.
 
-        Always gathers, since other ranks take part. The last publication lives on until the next but one.
+        Always gathers, since other ranks take part. The last publication lives on until the next but one, and with
+        `train.lora.sync: adapter` the base weights for as long as this worker, or until it restores a checkpoint.
         """
         with self._spans.span(SYNC):
             # Dropped before the put, the version before the last gives its warm pages to this one.
             self._published = self._published[-1:]
-            weights = self._policy.gather_weights()
-            if self._rank != 0:
-                assert not list(weights), "only rank 0 receives weights"
+            lora, bucket_bytes = self._config.train.lora, self._config.train.bucket_mb * 2**20
+            if lora is None or lora.sync == "merged":
+                made = self._put(self._policy.gather_weights(), lambda all: pack(version, all, bucket_bytes))
+            else:
+                made = self._put_adapters(version, bucket_bytes)
+            if made is None:
                 return None
-            manifest, buckets = pack(version, weights, self._config.train.bucket_mb * 2**20)
-            refs = [ray.put(bucket) for bucket in buckets]
-            self._published.append(Publication(manifest, refs))
-            return manifest, refs
+            self._published.append(made)
+            return made.manifest, made.buckets
+
+    def _put_adapters(self, version: int, bucket_bytes: int) -> Publication | None:
+        """The adapters, and before the first of them what they are added to."""
+        if not self._base_gathered:
+            self._base = self._put(self._policy.gather_base(), lambda all: pack(version, all, bucket_bytes))
+            self._base_gathered = True
+        base, factors = self._base, self._policy.gather_adapters()
+        if base is None:
+            return self._put(factors, None)
+        scales = self._policy.adapter_scales
+        made = self._put(
+            factors, lambda all: pack_adapters(version, base.manifest, all, scales, bucket_bytes)
+        )
+        return made and Publication(made.manifest, base.buckets + made.buckets)
+
+    def _put(
+        self, weights: Given, make: Callable[[Given], tuple[Manifest, list[Bytes]]] | None
+    ) -> Publication | None:
+        """What `make` makes of the weights, in the object store; nothing on other ranks than 0."""
+        if self._rank != 0 or make is None:
+            assert not list(weights), "only rank 0 receives weights"
+            return None
+        manifest, buckets = make(weights)
+        return Publication(manifest, [ray.put(bucket) for bucket in buckets])
 
     def canary_logprobs(self, token_ids: IntArray) -> FloatArray:
         """Logprob of every token but the first at temperature 1, float32. A collective."""
@@ -208,17 +246,30 @@ class TrainerWorker:
         """Restore a checkpoint; returns its step. What was published is not valid any more. A collective."""
         with self._spans.span(CHECKPOINT):
             self._published.clear()
+            self._base, self._base_gathered = None, False
             return self._ready.load(Path(path))
 
-    def save_hf(self, path: str) -> None:
-        """Write the model as a Hugging Face folder. A collective."""
+    def save_hf(self, path: str, ema: bool = False) -> None:
+        """Write the model, or the moving average of its weights, as a Hugging Face folder. A collective."""
         with self._spans.span(CHECKPOINT):
-            self._ready.save_hf(Path(path))
+            self._ready.save_hf(Path(path), ema)
 
     @ray.method(concurrency_group="control")
     def drain_spans(self) -> list[Span]:
         """Time spent training, publishing and saving since the last call."""
         return self._spans.drain()
+
+    def offload(self) -> None:
+        """Lend the device to others: its states go to main memory, and calls that need them are refused. Idempotent.
+
+        What stays on a GPU is what CUDA and NCCL take themselves. On CPU nothing is freed: the same calls are refused,
+        and the states are copied within main memory.
+        """
+        self._set_up.offload()
+
+    def reload(self) -> None:
+        """Take the device back, with the states as they were. Idempotent."""
+        self._set_up.reload()
 
     def close(self) -> None:
         """Leave the process group, so that no peer waits for this rank."""

@@ -1,7 +1,8 @@
 """One vLLM AsyncLLM in raypost's terms: requests and results as arrays, versions as numbers.
 
-Owns the translation to and from vLLM, and the sending half of a weight transfer (the receiving half is
-vllm_weights.py). Owns no state machine: when to pause, load or serve is the rollout worker's.
+Owns the translation to and from vLLM, the sending half of a weight transfer (the receiving half is
+vllm_weights.py), and which of the engine's memory sleeps. Owns no other state: when to pause, load or serve is the
+rollout worker's.
 
 Imports vLLM, which reads the environment: import this module only after the environment is set.
 """
@@ -25,7 +26,7 @@ from vllm.logprobs import FlatLogprobs
 from vllm.outputs import CompletionOutput, RequestOutput
 from vllm.sampling_params import RequestOutputKind
 from vllm.v1.engine.async_llm import AsyncLLM
-from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
+from vllm.v1.engine.exceptions import EngineGenerateError
 
 from actors.vllm_weights import BACKEND, WeightExtension
 from raypost.engine_config import EngineConfig
@@ -44,9 +45,12 @@ from raypost.weights import Bytes, Manifest
 REAP_TIMEOUT_S = 5.0
 """For a killed process to disappear."""
 
+Memory = Literal["weights", "kv_cache"]
+"""What of the device's memory an engine lends and takes back, as vLLM calls it."""
+
 CANARY_PRIORITY = EVALUATION_PRIORITY - 1
 
-__all__ = ["Engine", "EngineDeadError"]
+__all__ = ["Engine"]
 
 
 class Engine:
@@ -56,6 +60,7 @@ class Engine:
         """Start the engine's processes; blocks for seconds. Weights are random until the first load."""
         on_cpu = config.device == "cpu"
         self._config = config
+        self._asleep: set[Memory] = set()
         self._llm = AsyncLLM.from_engine_args(
             AsyncEngineArgs(
                 model=model_path,
@@ -71,6 +76,7 @@ class Engine:
                 tensor_parallel_size=config.tensor_parallel_size,
                 distributed_executor_backend="uni" if config.tensor_parallel_size == 1 else "mp",
                 enforce_eager=config.enforce_eager,
+                enable_sleep_mode=config.sleep_mode,
                 gpu_memory_utilization=config.gpu_memory_utilization,
                 kv_cache_memory_bytes=int(config.kv_cache_gb * 2**30) if on_cpu else None,
                 # Of the distribution sampled from: log softmax(logits / temperature), as in training.
@@ -101,7 +107,7 @@ class Engine:
     async def generate(self, request: GenerateRequest) -> GenerateResult:
         """Run one request to its end or to an abort; a request that vLLM refuses is an "error" result.
 
-        Raises EngineDeadError. Cancelling it aborts the request in the engine.
+        Raises what vLLM raises when the engine is dead. Cancelling it aborts the request in the engine.
         """
         try:
             sampling = _sampling(request.sample_params)
@@ -160,23 +166,43 @@ class Engine:
         """Let requests run again."""
         await self._llm.resume_generation()
 
+    @property
+    def asleep(self) -> bool:
+        """Whether any of its memory sleeps."""
+        return bool(self._asleep)
+
+    async def sleep(self, keep_weights: bool) -> None:
+        """Lend the memory of a paused engine without requests to others.
+
+        Weights go to main memory, or are forgotten; cached keys and values are dropped. Without
+        `EngineConfig.sleep_mode`, on CPU for instance, nothing is freed, and weights that are forgotten are there but
+        count as none.
+        """
+        if not keep_weights:
+            await self._llm.collective_rpc("forget_weights")
+        if "weights" not in self._asleep:
+            self._asleep = {"weights", "kv_cache"}
+            # vLLM's levels: 1 copies the weights to main memory, 2 drops them.
+            await self._llm.sleep(level=1 if keep_weights else 2, mode="abort")
+
+    async def wake(self, *memory: Memory) -> None:
+        """Take memory back, all of it unless named. vLLM lets requests run as soon as none sleeps any more."""
+        woken = [one for one in sorted(self._asleep, reverse=True) if not memory or one in memory]
+        if woken:
+            await self._llm.wake_up(list(woken))
+            self._asleep.difference_update(woken)
+
     async def load(self, manifest: Manifest, buckets: Sequence[Bytes]) -> None:
         """Bring a version into a paused engine. Raises what vLLM raises, the cause in the text.
 
         Frozen requests lose their keys and values, which the old weights made: vLLM preempts them, and when
         they go on, it first runs prompt and response so far through the new weights.
         """
-        with _shared(buckets) as paths:
-            tensors = [
-                [t.name, t.dtype, list(t.shape), t.bucket, t.offset, t.nbytes, t.digest]
-                for t in manifest.tensors
-            ]
-            update = {
-                "version": manifest.version,
-                "digest": manifest.digest,
-                "tensors": tensors,
-                "paths": paths,
-            }
+        bases = set(await self._llm.collective_rpc("held_base"))
+        # A base that the engine keeps is not copied again.
+        first = manifest.base_buckets if manifest.base and bases == {manifest.base} else 0
+        with _shared(buckets[first:]) as paths:
+            update = {"manifest": manifest.encoded(), "paths": paths}
             await self._llm.start_weight_update()
             await self._llm.update_weights(WeightTransferUpdateRequest(update))
             await self._llm.finish_weight_update(weight_version=str(manifest.version))

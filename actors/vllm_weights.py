@@ -5,11 +5,13 @@ Imported by vLLM through `worker_extension_cls`, which also registers the transf
 worker sends is the manifest and a path of shared memory a bucket; bytes never pass through an RPC.
 
     start_weight_update   nothing: the old weights stay in use until the new bytes are verified
-    update_weights        map -> verify digests, names, shapes -> layerwise reload
-    finish_weight_update  finalize -> pack heads again -> record version and digest
+    update_weights        map -> verify digests, names, shapes -> layerwise reload of what differs, adapters added
+    finish_weight_update  finalize -> pack heads again -> record what the model holds
 
-Invariants: the model is touched only after every byte was verified; `held` names a version only while the
-model is whole.
+The base that adapters are added to stays mapped: it is sent, verified and kept once, outside the model.
+
+Invariants: the model is touched only after every byte was verified; `held` is the only record of what the model
+holds, and says nothing unless the model is whole; what is not loaded again has the content that `held` says.
 """
 
 from __future__ import annotations
@@ -17,8 +19,6 @@ from __future__ import annotations
 import logging
 import mmap
 import os
-import select
-import threading
 from collections.abc import Iterator
 from dataclasses import dataclass
 from math import prod
@@ -27,7 +27,7 @@ from typing import Any
 import numpy as np
 import torch
 from transformers import AutoModelForCausalLM
-from vllm.config import VllmConfig, WeightTransferConfig
+from vllm.config import VllmConfig, WeightTransferConfig, set_current_vllm_config
 from vllm.distributed.weight_transfer import WeightTransferEngineFactory
 from vllm.distributed.weight_transfer.base import (
     WeightTransferEngine,
@@ -36,9 +36,13 @@ from vllm.distributed.weight_transfer.base import (
 )
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
+from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 
+from actors.engine_life import end_with
 from raypost.errors import WeightError
-from raypost.weights import Bytes, Manifest, TensorEntry, verify, views
+from raypost.trainer.checkpoint_names import CheckpointNames
+from raypost.trainer.low_rank import merged
+from raypost.weights import Bytes, Manifest, TensorEntry, bytes_of, check_factors, verify
 
 BACKEND = "raypost"
 """Name under which vLLM's WeightTransferConfig selects this engine."""
@@ -53,22 +57,27 @@ class OwnerInfo(WeightTransferInitInfo):
 
 @dataclass
 class PublishedVersion(WeightTransferUpdateInfo):
-    """Sent for each version. `tensors` are the fields of TensorEntry in order, `paths` one a bucket."""
+    """Sent for each version: its manifest, encoded, and one path a bucket; without those of a base that is held."""
+
+    manifest: str
+    paths: list[str]
+
+
+@dataclass(frozen=True, slots=True)
+class Held:
+    """What the model holds: a version, and the content of each tensor that it was loaded from."""
 
     version: int
     digest: str
-    tensors: list[list[Any]]
-    paths: list[str]
-
-    def manifest(self, bucket_sizes: tuple[int, ...]) -> Manifest:
-        """The manifest as published, for buckets of these sizes."""
-        entries = (TensorEntry(*fields) for fields in self.tensors)
-        tensors = tuple(TensorEntry(e.name, e.dtype, tuple(e.shape), *_layout(e)) for e in entries)
-        return Manifest(self.version, tensors, bucket_sizes, self.digest)
+    contents: dict[str, str]
 
 
-def _layout(entry: TensorEntry) -> tuple[int, int, int, str]:
-    return entry.bucket, entry.offset, entry.nbytes, entry.digest
+@dataclass(frozen=True, slots=True)
+class Base:
+    """Verified weights that adapters are added to."""
+
+    digest: str
+    buckets: list[Bytes]
 
 
 class SharedMemoryEngine(WeightTransferEngine[OwnerInfo, PublishedVersion]):
@@ -86,18 +95,24 @@ class SharedMemoryEngine(WeightTransferEngine[OwnerInfo, PublishedVersion]):
         model: torch.nn.Module,
     ) -> None:
         super().__init__(config, vllm_config, device, model)
-        self.held: tuple[int, str] | None = None
+        self.held: Held | None = None
+        self.base: Base | None = None
         self.touched = False
         """True from the first change of the model until all of the version is in place."""
         self._loading: Manifest | None = None
-        self._shapes = _trained_shapes(self.model_config.hf_config)
+        self._loaded: list[TensorEntry] = []
+        self._padded: set[tuple[str, int]] = set()
+        """Modules that are larger than all that a version has for them, such as embeddings of a padded vocabulary."""
+        # vLLM may have made the model's own class one of its modules, which are made under its configuration only.
+        with set_current_vllm_config(vllm_config):
+            self._shapes = _checkpoint_shapes(self.model_config.hf_config)
         # It warns at every sync about a tied head, which has no tensor of its own. What is missing is
         # checked here, and is an error.
         logging.getLogger("vllm.model_executor.model_loader.reload.layerwise").setLevel(logging.ERROR)
 
     def init_transfer_engine(self, init_info: OwnerInfo) -> None:
         """Tie this process's life to the rollout worker's."""
-        _end_with(init_info.owner_pid)
+        end_with(init_info.owner_pid)
 
     def start_weight_update(self) -> None:
         """Nothing: see the module."""
@@ -109,32 +124,66 @@ class SharedMemoryEngine(WeightTransferEngine[OwnerInfo, PublishedVersion]):
             torch.accelerator.synchronize()
 
     def receive_weights(self, update_info: PublishedVersion) -> None:
-        """Verify, then reload layer by layer. Raises WeightError naming the tensor."""
-        buckets = [_map(path) for path in update_info.paths]
-        manifest = update_info.manifest(tuple(bucket.nbytes for bucket in buckets))
+        """Verify, then reload layer by layer what the model does not hold. Raises WeightError naming the tensor."""
+        manifest, buckets = Manifest.decoded(update_info.manifest), [_map(path) for path in update_info.paths]
+        known = self.base
+        if known is not None and known.digest == manifest.base:
+            buckets = known.buckets + buckets
+            verify(manifest, buckets, known_base=known.digest)
+        else:
+            verify(manifest, buckets)
         self._check_tensors(manifest)
-        verify(manifest, buckets)
+        self.base = Base(manifest.base, buckets[: manifest.base_buckets]) if manifest.base else None
+        contents = {} if self.held is None else self.held.contents
         self.held, self.touched, self._loading = None, True, manifest
+        self._load(manifest, buckets, contents)
+
+    def _load(self, manifest: Manifest, buckets: list[Bytes], contents: dict[str, str]) -> None:
+        """Bring into the model what has another content than `contents`, together with all of its block."""
+        stale = {
+            _block(entry.name) for entry in manifest.tensors if contents.get(entry.name) != entry.content
+        }
+        self._loaded = [entry for entry in manifest.tensors if _block(entry.name) in stale]
+        if not self._loaded:
+            return
+        rest = [entry for entry in manifest.tensors if _block(entry.name) not in stale]
         initialize_layerwise_reload(self.model)
         expected = {name for name, _ in self.model.named_parameters()}
-        loaded = self.model.load_weights(_tensors(manifest, buckets))
+        loaded = self.model.load_weights(self._tensors(self._loaded, buckets))
+        if rest and self._incomplete() - self._padded:
+            # The model joins tensors of several blocks.
+            loaded |= self.model.load_weights(self._tensors(rest, buckets))
+            self._loaded, rest = list(manifest.tensors), []
+        if not rest:
+            self._padded = self._incomplete()
         missing = sorted(expected - loaded - self._tied_heads())
-        if missing:
+        if missing and not rest:
             raise WeightError(
                 f"version {manifest.version} brought nothing for {missing[0]!r} of the engine's model"
             )
+
+    def _incomplete(self) -> set[tuple[str, int]]:
+        """Modules of which some elements were loaded and others not, and how many."""
+        infos = ((name, get_layerwise_info(module)) for name, module in self.model.named_modules())
+        return {(name, info.load_numel) for name, info in infos if info.can_load() and info.load_numel > 0}
 
     def finish_weight_update(self) -> None:
         """Put the new weights in place and record what the model holds."""
         if self._loading is None:
             raise WeightError("nothing was loaded since the last update: send a version first")
-        finalize_layerwise_reload(self.model, self.model_config)
+        if self._loaded:
+            finalize_layerwise_reload(self.model, self.model_config)
+        if any(_block(entry.name) == entry.name for entry in self._loaded):
+            self._pack_heads()
+        contents = {entry.name: entry.content for entry in self._loading.tensors}
+        self.held, self.touched = Held(self._loading.version, self._loading.digest, contents), False
+        self._loading = None
+
+    def _pack_heads(self) -> None:
+        """A head tied to the embedding keeps a packed copy of it on CPU, which a reload does not refresh."""
         for module in self.model.modules():
-            # A head tied to the embedding keeps a packed copy of it on CPU, which a reload does not refresh.
             if isinstance(module, ParallelLMHead):
                 module.quant_method.process_weights_after_loading(module)
-        self.held, self.touched = (self._loading.version, self._loading.digest), False
-        self._loading = None
 
     def shutdown(self) -> None:
         """Nothing to release: mappings end with the update that made them."""
@@ -156,11 +205,26 @@ class SharedMemoryEngine(WeightTransferEngine[OwnerInfo, PublishedVersion]):
                 raise WeightError(
                     f"version {manifest.version} has tensor {name!r}, which the engine's model lacks"
                 )
-            if entry.nbytes != prod(entry.shape) * _dtype(entry).itemsize:
-                raise WeightError(
-                    f"version {manifest.version}: tensor {name!r} has {entry.nbytes} bytes, not those of "
-                    f"{entry.dtype} {entry.shape}"
-                )
+            factors = () if entry.added is None else (entry.added.down, entry.added.up)
+            for part in (entry, *factors):
+                if part.nbytes != prod(part.shape) * _dtype(part).itemsize:
+                    raise WeightError(
+                        f"version {manifest.version}: tensor {part.name!r} has {part.nbytes} bytes, not those of "
+                        f"{part.dtype} {part.shape}"
+                    )
+            check_factors(manifest.version, entry)
+
+    def _tensors(
+        self, entries: list[TensorEntry], buckets: list[Bytes]
+    ) -> Iterator[tuple[str, torch.Tensor]]:
+        """What the model is to hold, one at a time: a merged matrix exists only while it is loaded."""
+        for entry in entries:
+            tensor = _tensor(entry, buckets)
+            if entry.added is not None:
+                parts = (_tensor(part, buckets) for part in (entry.added.down, entry.added.up))
+                down, up = (part.to(self.device) for part in parts)
+                tensor = merged(tensor.to(self.device), down, up, entry.added.scale)
+            yield entry.name, tensor
 
     def _tied_heads(self) -> set[str]:
         if not getattr(self.model_config.hf_config, "tie_word_embeddings", False):
@@ -178,17 +242,34 @@ class WeightExtension:
         """This worker's process and its parent."""
         return os.getpid(), os.getppid()
 
+    def forget_weights(self) -> None:
+        """What the model holds counts as no version, until one is loaded."""
+        self.weight_transfer_engine.held = None
+
     def held_weights(self) -> tuple[int, str, bool]:
         """(version, digest, touched): what the model holds, or -1 and ""; whether it is half loaded."""
-        version, digest = self.weight_transfer_engine.held or (-1, "")
-        return version, digest, self.weight_transfer_engine.touched
+        engine = self.weight_transfer_engine
+        held = engine.held or Held(-1, "", {})
+        return held.version, held.digest, engine.touched
+
+    def held_base(self) -> str:
+        """Digest of the weights that adapters are added to here; empty for none."""
+        base = self.weight_transfer_engine.base
+        return "" if base is None else base.digest
 
 
-def _trained_shapes(hf_config: Any) -> dict[str, tuple[int, ...]]:
-    """Names and shapes of the parameters a trainer of this model has; tied ones once."""
+def _checkpoint_shapes(hf_config: Any) -> dict[str, tuple[int, ...]]:
+    """Names and shapes of the tensors a trainer of this model publishes; tied ones once."""
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(hf_config)
-    return {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
+    return CheckpointNames(model).shapes
+
+
+def _block(name: str) -> str:
+    """What is loaded together: an engine joins tensors of one part of a layer, such as its queries, keys and values."""
+    path = name.split(".")
+    number = next((i for i, part in enumerate(path) if part.isdigit()), None)
+    return name if number is None else ".".join(path[: number + 2])
 
 
 def _map(path: str) -> Bytes:
@@ -206,20 +287,8 @@ def _dtype(entry: TensorEntry) -> torch.dtype:
     return dtype
 
 
-def _tensors(manifest: Manifest, buckets: list[Bytes]) -> Iterator[tuple[str, torch.Tensor]]:
-    for entry, data in views(manifest, buckets):
-        yield entry.name, torch.from_numpy(data).view(_dtype(entry)).reshape(entry.shape)
-
-
-def _end_with(owner_pid: int) -> None:
-    """End this process as soon as the owner's ends, however it ended."""
-    owner = os.pidfd_open(owner_pid)
-
-    def wait() -> None:
-        select.select([owner], [], [])
-        os._exit(1)
-
-    threading.Thread(target=wait, name="end-with-owner", daemon=True).start()
+def _tensor(entry: TensorEntry, buckets: list[Bytes]) -> torch.Tensor:
+    return torch.from_numpy(bytes_of(entry, buckets)).view(_dtype(entry)).reshape(entry.shape)
 
 
 if BACKEND not in WeightTransferEngineFactory._registry:

@@ -30,6 +30,7 @@ class SyncReport:
     digest: str
     num_workers: int
     nbytes: int
+    """Published for it: of a base that adapters are added to, only with the first version that has it."""
     seconds: float
     publish_s: float
     load_s: float
@@ -42,11 +43,18 @@ class WeightBroadcaster:
     """One version at a time, through the object store."""
 
     def __init__(
-        self, trainer: WeightSource, controller: WeightSink, sync: SyncConfig, canary_ids: IntArray
+        self,
+        trainer: WeightSource,
+        controller: WeightSink,
+        sync: SyncConfig,
+        canary_ids: IntArray,
+        offload: bool = False,
     ) -> None:
+        """`offload`: trainer and engines share devices, so what was published leaves the trainer's before it is
+        loaded."""
         self._trainer, self._controller, self._sync = trainer, controller, sync
-        self._canary_ids = canary_ids
-        self._version = -1
+        self._canary_ids, self._offload = canary_ids, offload
+        self._version, self._base = -1, ""
         self._last: SyncReport | None = None
         self._spans = SpanLog("broadcaster")
 
@@ -66,14 +74,18 @@ class WeightBroadcaster:
         with self._spans.span("sync"):
             manifest, buckets = await self._trainer.publish(version)
             published = time.time()
+            expected = await self._expected_canary()
+            if self._offload:
+                await self._trainer.offload()
             reports = await self._controller.load_weights(manifest, buckets)
-            difference = await self._check_canary(version)
-        self._version = version
+            difference = await self._check_canary(version, expected)
+        self._version, base = version, self._base
+        self._base = manifest.base
         self._last = SyncReport(
             version=version,
             digest=manifest.digest,
             num_workers=len(reports),
-            nbytes=sum(manifest.bucket_sizes),
+            nbytes=sum(manifest.bucket_sizes[manifest.base_buckets if manifest.base == base else 0 :]),
             seconds=time.time() - start,
             publish_s=published - start,
             load_s=max(report.load_s for report in reports),
@@ -81,11 +93,13 @@ class WeightBroadcaster:
         )
         return self._last
 
-    async def _check_canary(self, version: int) -> float:
+    async def _expected_canary(self) -> FloatArray | None:
+        return None if self._sync.canary_tolerance is None else await self._trainer.canary(self._canary_ids)
+
+    async def _check_canary(self, version: int, expected: FloatArray | None) -> float:
         tolerance = self._sync.canary_tolerance
-        if tolerance is None:
+        if tolerance is None or expected is None:
             return 0.0
-        expected = await self._trainer.canary(self._canary_ids)
         worst = 0.0
         for worker, got in await self._controller.canary(self._canary_ids):
             difference = _max_difference(got, expected)

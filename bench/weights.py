@@ -3,7 +3,9 @@
     python -m bench.weights --hidden 576 --layers 30 --intermediate 1536 --vocab 49152 --dtype bfloat16
 
 Prints the medians, in seconds, of packing (copy and digests), loading (copy into shared memory, digests
-again, vLLM's reload) and a plain copy of the same bytes, with the ratio of each to that copy.
+again, vLLM's reload) and a plain copy of the same bytes, with the ratio of each to that copy. Then the same
+model with adapters (LoRA): bytes that travel, packing and loading, of merged weights and of adapters alone,
+one after the other in turn, with the ratio of the two.
 """
 
 from __future__ import annotations
@@ -13,28 +15,42 @@ import asyncio
 import statistics
 import tempfile
 import time
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator
 
 import numpy as np
 import torch
+from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from actors.rollout_worker import EngineConfig, RolloutWorker
-from raypost.weights import Bytes, Manifest, pack
+from raypost.train_config import LoraConfig
+from raypost.trainer.checkpoint_names import named_weights
+from raypost.trainer.lora import (
+    Weight,
+    adapter_factors,
+    adapter_scales,
+    add_adapters,
+    base_weights,
+    merged_weights,
+)
+from raypost.weights import Bytes, Manifest, pack, pack_adapters
 
 BUCKET_BYTES = 256 << 20
 
-
-def publish(model: LlamaForCausalLM, version: int, dtype: str) -> tuple[Manifest, list[Bytes]]:
-    """All parameters of the model as one version."""
-    tensors = (
-        (name, parameter.detach().reshape(-1).view(torch.uint8).numpy(), dtype, tuple(parameter.shape))
-        for name, parameter in model.named_parameters()
-    )
-    return pack(version, tensors, BUCKET_BYTES)
+Times = dict[str, list[float]]
 
 
-async def measure(args: argparse.Namespace) -> dict[str, float]:
-    """Medians over `args.repeat` versions."""
+def as_bytes(weights: Iterable[tuple[str, Weight]]) -> Iterator[tuple[str, Bytes, str, tuple[int, ...]]]:
+    """Weights in the form in which they are packed."""
+    for name, weight in weights:
+        tensor = weight.detach() if isinstance(weight, Tensor) else weight.value()
+        flat = tensor.contiguous().reshape(-1).view(torch.uint8).numpy()
+        yield name, flat, str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape)
+
+
+def make_model(args: argparse.Namespace) -> LlamaForCausalLM:
+    """A Llama with random weights."""
     config = LlamaConfig(
         vocab_size=args.vocab,
         hidden_size=args.hidden,
@@ -45,25 +61,82 @@ async def measure(args: argparse.Namespace) -> dict[str, float]:
         tie_word_embeddings=True,
     )
     config.architectures = ["LlamaForCausalLM"]
-    model = LlamaForCausalLM(config).to(getattr(torch, args.dtype))
-    times: dict[str, list[float]] = {"copy": [], "pack": [], "load": []}
+    return LlamaForCausalLM(config).to(getattr(torch, args.dtype))
+
+
+async def whole(worker: RolloutWorker, model: LlamaForCausalLM, repeat: int) -> Times:
+    """Versions 0 to `repeat` of all weights, every one of them changed; the last one's size is printed."""
+    times: Times = defaultdict(list)
+    for version in range(repeat + 1):
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.add_(0.001)
+        begin = time.perf_counter()
+        manifest, buckets = pack(version, as_bytes(named_weights(model)), BUCKET_BYTES)
+        times["pack"].append(time.perf_counter() - begin)
+        times["load"].append((await worker.load_weights(manifest, *buckets)).load_s)
+        begin = time.perf_counter()
+        copies = [np.copy(bucket) for bucket in buckets]
+        times["copy"].append(time.perf_counter() - begin)
+        del copies
+    print(f"{sum(manifest.bucket_sizes) / 1e6:.1f} MB in {len(manifest.tensors)} tensors")
+    return times
+
+
+async def adapted(
+    worker: RolloutWorker, model: LlamaForCausalLM, first: int, rank: int, repeat: int
+) -> dict[str, Times]:
+    """Versions from `first` on, of adapters that change: merged and alone in turn."""
+    add_adapters(model, LoraConfig(rank=rank))
+    base, kept = pack(0, as_bytes(base_weights(named_weights(model))), BUCKET_BYTES)
+
+    def merged(version: int) -> tuple[Manifest, list[Bytes]]:
+        return pack(version, as_bytes(merged_weights(named_weights(model), model)), BUCKET_BYTES)
+
+    def alone(version: int) -> tuple[Manifest, list[Bytes]]:
+        factors, scales = as_bytes(adapter_factors(model)), adapter_scales(model)
+        return pack_adapters(version, base, factors, scales, BUCKET_BYTES)
+
+    ways: dict[str, tuple[Callable[[int], tuple[Manifest, list[Bytes]]], list[Bytes]]] = {
+        "merged": (merged, []),
+        "adapter": (alone, kept),
+    }
+    times: dict[str, Times] = {name: defaultdict(list) for name in ways}
+    for number in range(2 * repeat + 2):
+        name = list(ways)[number % 2]
+        for parameter in model.parameters():
+            if parameter.requires_grad:
+                torch.nn.init.normal_(parameter, std=0.01)
+        publish, before = ways[name]
+        begin = time.perf_counter()
+        manifest, buckets = publish(first + number)
+        times[name]["pack"].append(time.perf_counter() - begin)
+        times[name]["load"].append((await worker.load_weights(manifest, *before, *buckets)).load_s)
+        times[name]["sync"].append(times[name]["pack"][-1] + times[name]["load"][-1])
+        times[name]["megabytes"].append(sum(bucket.nbytes for bucket in buckets) / 1e6)
+    return times
+
+
+async def measure(args: argparse.Namespace) -> None:
+    """Run one engine through all of it, and print."""
+    model = make_model(args)
     with tempfile.TemporaryDirectory() as folder:
-        config.save_pretrained(folder)
+        model.config.save_pretrained(folder)
         engine = EngineConfig(device=args.device, dtype=args.dtype, max_model_len=128, kv_cache_gb=0.1)
         worker = RolloutWorker("rollout-0", folder, engine, worker_index=0)
         await worker.start()
-        for version in range(args.repeat + 1):
-            begin = time.perf_counter()
-            manifest, buckets = publish(model, version, args.dtype)
-            times["pack"].append(time.perf_counter() - begin)
-            times["load"].append((await worker.load_weights(manifest, *buckets)).load_s)
-            begin = time.perf_counter()
-            copies = [np.copy(bucket) for bucket in buckets]
-            times["copy"].append(time.perf_counter() - begin)
-            del copies
+        times = await whole(worker, model, args.repeat)
+        by_way = await adapted(worker, model, args.repeat + 1, args.rank, args.repeat)
         await worker.shutdown()
-    print(f"{sum(manifest.bucket_sizes) / 1e6:.1f} MB in {len(manifest.tensors)} tensors")
-    return {name: statistics.median(values[1:]) for name, values in times.items()}
+    # The first of each is not like the others: it meets cold memory, and sends the base.
+    medians = {name: statistics.median(values[1:]) for name, values in times.items()}
+    for name, seconds in medians.items():
+        print(f"{name:5} {seconds:.4f} s  {seconds / medians['copy']:6.1f} x one copy")
+    print(f"adapters of rank {args.rank}: merged, adapter, ratio")
+    for name in ("megabytes", "pack", "load", "sync"):
+        merged, alone = (statistics.median(by_way[way][name][1:]) for way in ("merged", "adapter"))
+        unit = "MB" if name == "megabytes" else "s"
+        print(f"{name:9} {merged:9.4f} {unit:2} {alone:9.4f} {unit:2} {alone / merged:6.3f}")
 
 
 def main() -> None:
@@ -75,12 +148,11 @@ def main() -> None:
     parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--intermediate", type=int, default=384)
     parser.add_argument("--vocab", type=int, default=64)
+    parser.add_argument("--rank", type=int, default=16)
     parser.add_argument("--dtype", default="float32")
     parser.add_argument("--device", default="cpu", choices=["cpu", "cuda"])
     parser.add_argument("--repeat", type=int, default=5)
-    medians = asyncio.run(measure(parser.parse_args()))
-    for name, seconds in medians.items():
-        print(f"{name:5} {seconds:.4f} s  {seconds / medians['copy']:6.1f} x one copy")
+    asyncio.run(measure(parser.parse_args()))
 
 
 if __name__ == "__main__":

@@ -23,7 +23,7 @@ from ray.exceptions import RayError
 from actors.placement import cluster_nodes
 from raypost import plan
 from raypost.config import Config, load_config
-from raypost.errors import ProductionError, RaypostError, StoppedError
+from raypost.errors import ConfigError, ProductionError, RaypostError, StoppedError
 
 T = TypeVar("T")
 Job = Callable[[Config, asyncio.Event], Awaitable[None]]
@@ -32,8 +32,11 @@ ROOT = Path(__file__).resolve().parent.parent
 EXIT_REFUSED = 2
 
 
-def main(job: Job, argv: list[str] | None = None) -> int:
-    """Run `job` with the configuration of the command line. Exit code: 0 done or stopped, 1 failed, 2 refused."""
+def main(job: Job, argv: list[str] | None = None, *, placement: str = "separate") -> int:
+    """Run `job` with the configuration of the command line. Exit code: 0 done or stopped, 1 failed, 2 refused.
+
+    `placement` is the one that the job composes; a configuration with another is refused.
+    """
     logging.basicConfig(
         level=logging.INFO, format="%(asctime)s %(levelname).1s %(name)s: %(message)s", force=True
     )
@@ -41,6 +44,7 @@ def main(job: Job, argv: list[str] | None = None) -> int:
     try:
         config = load_config(Path(args.config), _overrides(args))
         config = config.model_copy(update={"runs_dir": config.runs_dir.expanduser().resolve()})
+        _check_placement(config, placement)
         plan.check(config)
         connect()
         plan.check(config, cluster=plan.ClusterResources(cluster_nodes(), elastic=config.autoscaling))
@@ -51,6 +55,14 @@ def main(job: Job, argv: list[str] | None = None) -> int:
         return asyncio.run(_run(job, config))
     finally:
         ray.shutdown()
+
+
+def _check_placement(config: Config, placement: str) -> None:
+    if config.placement != placement:
+        raise ConfigError(
+            f"placement is {config.placement!r}, and this job composes {placement!r}: set placement={placement}, or "
+            f"run jobs.{'colocate' if config.placement == 'colocate' else 'train'}"
+        )
 
 
 def connect() -> None:
@@ -76,7 +88,9 @@ async def first_of(wanted: Awaitable[T], producing: asyncio.Task[None]) -> T:
         task.cancel()
 
 
-async def _run(job: Job, config: Config) -> int:
+async def _run(
+    job: Job, config: Config, stopping: str = "the run pauses, saves and writes its report"
+) -> int:
     stop = asyncio.Event()
     work = asyncio.ensure_future(job(config, stop))
 
@@ -84,7 +98,7 @@ async def _run(job: Job, config: Config) -> int:
         if stop.is_set():
             work.cancel()
             return
-        print("stopping: the run pauses, saves and writes its report", flush=True)
+        print(f"stopping: {stopping}", flush=True)
         stop.set()
 
     for number in (signal.SIGTERM, signal.SIGINT):

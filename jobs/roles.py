@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import psutil
 import ray
@@ -16,9 +17,10 @@ from ray.actor import ActorHandle
 
 from actors.remote import Remote, within
 from actors.trainer import TrainerGroup
-from raypost.checkpoint import CheckpointDir
+from raypost.checkpoint import HF, HF_AVERAGE, CheckpointDir
 from raypost.config import Config
 from raypost.display import Progress
+from raypost.metrics import HELD_OUT
 from raypost.protocols import TakeStatus
 from raypost.types import GroupCounts, ProduceBatchStatus
 
@@ -39,11 +41,15 @@ class Roles:
     trainer: TrainerGroup
     controller: Remote
     broadcaster: Remote
+    evaluation_broadcaster: Remote | None
+    """Brings weights to the engines that are evaluation's own; None: it uses production's."""
     producer: Remote
     evaluator: Remote
     telemetry: Remote
     producer_handle: ActorHandle
     production: asyncio.Task[None] | None = None
+    _evaluation: asyncio.Task[None] | None = None
+    """The evaluation that runs beside production."""
     _last: dict[str, float] = field(default_factory=dict)
     """Held-out score and sync time, shown with the steps that follow."""
 
@@ -62,7 +68,16 @@ class Roles:
 
     async def take_batch(self, step: int) -> tuple[TakeStatus, ray.ObjectRef | None]:
         """(status, ref of the batch) of `step`; the ref is None when there is no batch, also on a stop."""
-        status_ref, batch_ref = self.producer_handle.take_batch.remote(step)
+        return await self._batch(self.producer_handle.take_batch.remote(step), step)
+
+    async def produce_batch(self, step: int) -> tuple[TakeStatus, ray.ObjectRef | None]:
+        """The same where nothing produces in the background: groups are generated until the batch is there."""
+        return await self._batch(self.producer_handle.produce_batch.remote(step), step)
+
+    async def _batch(
+        self, refs: tuple[ray.ObjectRef, ray.ObjectRef], step: int
+    ) -> tuple[TakeStatus, ray.ObjectRef | None]:
+        status_ref, batch_ref = refs
         timeout_s = self.cfg.take_timeout_s + self.cfg.rollout.pause_timeout_s
         taking = asyncio.ensure_future(within(status_ref, timeout_s, f"the producer to collect batch {step}"))
         stopping = asyncio.ensure_future(self.stop.wait())
@@ -102,31 +117,65 @@ class Roles:
         """Write one checkpoint of the whole run. Production must be paused; what it froze is aborted."""
         await self.producer.pause("abort")
         folder = self.checkpoints.begin(step)
-        await asyncio.gather(self.trainer.save(folder), self.producer.save(str(folder), step))
+        await asyncio.gather(self._save_trainer(folder), self.producer.save(str(folder), step))
         self.checkpoints.commit(step)
 
+    async def _save_trainer(self, folder: Path) -> None:
+        """One call after the other: all are collectives."""
+        await self.trainer.save(folder)
+        if self.cfg.checkpoint.hf:
+            await self.trainer.save_hf(folder / HF)
+            if self.cfg.train.ema_decay is not None:
+                await self.trainer.save_hf(folder / HF_AVERAGE, ema=True)
+
+    async def engines_to_ranks(self, step: int) -> None:
+        """Colocated: engines give the shared devices to the ranks. Production must be paused.
+
+        `step` is the step to be trained now: where a sync follows it, engines need not keep their weights.
+        """
+        await self.controller.sleep(keep_weights=not self.cfg.sync_due(step))
+        await self.trainer.reload()
+
     async def evaluate(self, step: int) -> None:
-        """Score held-out problems with the version of `step`. Production must be paused."""
+        """Score held-out problems with the version of `step`. Production must be paused; where evaluation has
+        engines of its own, they take that version now and are asked while production goes on."""
         if self.cfg.eval.num_prompts == 0:
             return
+        if self.evaluation_broadcaster is None:
+            return await self._score(step)
+        await self.evaluated()
+        self.checkpoints.await_score(step)
+        await self.evaluation_broadcaster.broadcast(step)
+        self._evaluation = asyncio.create_task(self._score(step), name=f"evaluation of step {step}")
+
+    async def evaluated(self) -> None:
+        """Wait for the evaluation that runs beside production, if one does. Raises what it raised."""
+        if self._evaluation is not None:
+            await self._evaluation
+
+    async def _score(self, step: int) -> None:
         scores = await self.evaluator.evaluate(step)
-        if "held_out" in scores:
-            self._last["held_out"] = scores["held_out"]
+        self.checkpoints.record_score(step, scores.get(HELD_OUT))
+        if HELD_OUT in scores:
+            self._last[HELD_OUT] = scores[HELD_OUT]
         self.display.evaluated(step, scores)
         await self.telemetry.log_eval(step, scores)
 
     async def log(self, step: int, status: TakeStatus, metrics: dict[str, float]) -> None:
-        """Record one train step and show it."""
+        """Record one train step and show it. Raises what an evaluation beside production raised meanwhile."""
+        if self._evaluation is not None and self._evaluation.done():
+            self._evaluation.result()
         memory = {"driver_rss_bytes": psutil.Process().memory_info().rss}
         record = {**metrics, **_production_metrics(status), **self._last, **memory}
         self.display.step(step, record)
         await self.telemetry.log(step, record)
 
     async def finish(self, status: str, error: str | None) -> None:
-        """Stop waiting for production, write the report and show it, whatever state the roles are in."""
-        if self.production is not None:
-            self.production.cancel()
-            await asyncio.gather(self.production, return_exceptions=True)
+        """Stop waiting for production and evaluation, write the report and show it, whatever state the roles are in."""
+        beside = [task for task in (self.production, self._evaluation) if task is not None]
+        for task in beside:
+            task.cancel()
+        await asyncio.gather(*beside, return_exceptions=True)
         counts: GroupCounts | None = None
         try:
             counts = await self.producer.counts()

@@ -3,7 +3,7 @@
     python -m jobs.run --config jobs/recipes/quickstart.yaml [--name NAME] [--runs-dir DIR] [key=value ...]
 
 What is submitted is what one would submit to any cluster (`ray job submit --working-dir . -- python -m
-jobs.train ...`), so nothing here knows about training. Owns the head it starts, and the job on it.
+jobs.train ...`, or jobs.colocate), so nothing here knows about training. Owns the head it starts, and the job on it.
 
 Ctrl-C or SIGTERM stops the job as `ray job stop` does: its driver saves and reports while its log is still
 shown. A second one ends it at once. Exit code: the driver's; 130 or 143 after a stop; 2 when refused.
@@ -41,6 +41,8 @@ if TYPE_CHECKING:
 
 ROOT = Path(__file__).resolve().parent.parent
 MACHINE_RESOURCES = ("CPU", "GPU")
+JOBS = {"separate": "train", "colocate": "colocate"}
+"""The job of a placement, unless another is named."""
 EXIT_REFUSED = 2
 STOP_WAIT_S = 90
 """Time a stopped driver has to save and to report before Ray kills it."""
@@ -63,10 +65,11 @@ def main(argv: list[str] | None = None) -> int:
         print(f"refused: {error}", file=sys.stderr, flush=True)
         return EXIT_REFUSED
     _say(f"run {config.name}, written to {config.run_dir}")
-    train = [sys.executable, "-m", "jobs.train", "--config", str(args.config.resolve())]
+    job = args.job or JOBS[config.placement]
+    driver = [sys.executable, "-m", f"jobs.{job}", "--config", str(args.config.resolve())]
     named = ["--name", config.name, "--runs-dir", str(config.runs_dir)]
     return run_on_private_cluster(
-        [*train, *named, *args.overrides],
+        [*driver, *named, *args.overrides],
         working_dir=ROOT,
         submission_id=config.name,
         resources=resources,
@@ -319,6 +322,11 @@ def _arguments(argv: list[str] | None) -> argparse.Namespace:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--config", type=Path, required=True, help="e.g. jobs/recipes/quickstart.yaml")
+    parser.add_argument(
+        "--job",
+        choices=("train", "colocate", "colocate_lowlevel"),
+        help="a module of jobs/; the one of the recipe's placement otherwise",
+    )
     parser.add_argument("--name", help="name of the run folder; made from the recipe and the time otherwise")
     parser.add_argument("--runs-dir", type=Path, default=Path("runs"), help="folder of all runs")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="e.g. train.num_steps=10")

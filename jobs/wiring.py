@@ -11,30 +11,23 @@ import time
 import uuid
 from collections.abc import AsyncIterator, Coroutine
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field
 from typing import Any
 
 import ray
-from ray.actor import ActorHandle
-from ray.util.placement_group import PlacementGroup, remove_placement_group
 
-from actors import placement
-from actors.agent_loop import MANY, AgentLoopPool, AgentLoopWorker
+from actors.agent_loop import AgentLoopPool
 from actors.evaluator import Evaluator
-from actors.judge import JudgeWorker
 from actors.producer import ProducerActor
 from actors.remote import Remote, RemotePool, within
 from actors.replay_buffer import ReplayBufferActor
-from actors.rollout_controller import RolloutController
-from actors.rollout_worker import EngineConfig, RolloutWorker
 from actors.telemetry import Telemetry
 from actors.trainer import TrainerGroup
-from actors.trainer_worker import CONCURRENCY_GROUPS, TrainerWorker
 from actors.weight_broadcaster import WeightBroadcaster
+from jobs.cast import CALL_TIMEOUT_S, Cast
 from jobs.roles import Roles
 from raypost import plan
 from raypost.checkpoint import CheckpointDir
-from raypost.config import Config
+from raypost.config import Config, ModelConfig
 from raypost.datasets import check_source, render
 from raypost.display import Progress
 from raypost.errors import StoppedError
@@ -43,23 +36,32 @@ from raypost.schedule import buffer_bounds, task_limits
 from raypost.tokenizer import Tokenizer
 from raypost.types import IntArray
 
-CALL_TIMEOUT_S = 60.0
-"""Deadline of small calls between roles."""
+PRODUCTION, EVALUATION = "rollout-controller", "evaluation-controller"
+"""Names of the pools' controllers."""
 RESTART_TRIES = 8
 """How often a call to an actor that may be restarting is made: some 14 s in all."""
-WATCHED = ("rollout-controller", "producer", "weight-broadcaster", "evaluator", "trainer-")
+WATCHED = (
+    PRODUCTION,
+    "producer",
+    "weight-broadcaster",
+    "evaluator",
+    "evaluation-broadcaster",
+    "trainer-",
+    "critic-",
+)
 """Names of the actors that telemetry asks for spans, statistics and counts."""
 
 
 @asynccontextmanager
 async def spawn(cfg: Config, stop: asyncio.Event) -> AsyncIterator[Roles]:
-    """Start all roles of separated placement; on leaving, write the report and end them."""
+    """Start all roles of `cfg.placement`; on leaving, write the report and end them."""
     display = Progress(cfg)
-    cast = _Cast(cfg)
+    cast = Cast(cfg)
     try:
         roles = await _unless(stop, _start(cast, stop, display))
         try:
             yield roles
+            await roles.evaluated()
         except BaseException as error:
             cause = getattr(error, "cause", None) or error
             await roles.finish("failed", f"{type(cause).__name__}: {cause}")
@@ -86,43 +88,32 @@ async def _unless(stop: asyncio.Event, starting: Coroutine[Any, Any, Roles]) -> 
         await asyncio.gather(start, return_exceptions=True)
 
 
-@dataclass
-class _Cast:
-    """What was started so far."""
-
-    cfg: Config
-    handles: dict[str, ActorHandle] = field(default_factory=dict)
-    gangs: list[PlacementGroup] = field(default_factory=list)
-    controller: Remote | None = None
-    started_s: float = field(default_factory=time.time)
-
-    def add(self, cls: type, *args: Any, name: str, **options: Any) -> ActorHandle:
-        """Spawn one actor and remember to end it."""
-        self.handles[name] = placement.spawn(cls, *args, name=name, **options)
-        return self.handles[name]
-
-    async def end(self) -> None:
-        """Ask the engines to end, then end all actors and give their resources back."""
-        if self.controller is not None:
-            await asyncio.gather(self.controller.shutdown(), return_exceptions=True)
-        for handle in self.handles.values():
-            ray.kill(handle)
-        for gang in self.gangs:
-            remove_placement_group(gang)
-
-
-async def _start(cast: _Cast, stop: asyncio.Event, display: Progress) -> Roles:
+async def _start(cast: Cast, stop: asyncio.Event, display: Progress) -> Roles:
     cfg = cast.cfg
-    model_path, canary_ids = await _prepare_model(cfg, display)
-    controller = _spawn_pool(cast, model_path)
-    cast.controller = Remote("rollout-controller", cfg.sync.timeout_s)
-    trainer = TrainerGroup(await _spawn_ranks(cast, model_path), cfg)
+    model_path, critic_path, canary_ids = await _prepare_models(cfg, display)
+    await cast.share_devices()
+    control = cast.engines("rollout_worker", PRODUCTION, model_path)
+    if cfg.eval.pool is not None:
+        cast.engines("evaluation_worker", EVALUATION, model_path)
+    trainer = await cast.trainer(model_path, critic_path)
     roles = _spawn_light(cast, stop, display, model_path, canary_ids, trainer)
+    start_engines = [cast.handles[name].start.remote() for name in cast.controllers]
+    if cfg.placement == "colocate":
+        # One after the other: an engine measures how much memory is free while it starts.
+        await _timed(display, "rollout workers", _all(start_engines), cfg.rollout.start_timeout_s)
+        await control.sleep(keep_weights=False)
+        await _timed(display, "trainer ranks", trainer.start(), cfg.train.step_timeout_s)
+        return roles
     await asyncio.gather(
-        _timed(display, "rollout workers", controller.start.remote(), cfg.rollout.start_timeout_s),
+        _timed(display, "rollout workers", _all(start_engines), cfg.rollout.start_timeout_s),
         _timed(display, "trainer ranks", trainer.start(), cfg.train.step_timeout_s),
     )
     return roles
+
+
+async def _all(refs: list[ray.ObjectRef]) -> list[Any]:
+    """What the calls gave, in one list."""
+    return [info for infos in await asyncio.gather(*refs) for info in infos]
 
 
 async def _timed(display: Progress, what: str, starting: Any, timeout_s: float) -> None:
@@ -131,8 +122,9 @@ async def _timed(display: Progress, what: str, starting: Any, timeout_s: float) 
     display.phase(f"{what}: {len(infos)} ready in {time.monotonic() - start:.1f} s")
 
 
-async def _prepare_model(cfg: Config, display: Progress) -> tuple[str, IntArray]:
-    """The model's folder and the canary prompt, from a task of its own so that the driver stays small."""
+async def _prepare_models(cfg: Config, display: Progress) -> tuple[str, str | None, IntArray]:
+    """Folders of the model and of its critic, and the canary prompt, from a task of its own so that the driver
+    stays small."""
     start = time.monotonic()
     display.phase(f"preparing model {cfg.model.name}")
     ref = ray.remote(num_cpus=0)(_prepared).options(name="prepare-model").remote(cfg)
@@ -141,68 +133,21 @@ async def _prepare_model(cfg: Config, display: Progress) -> tuple[str, IntArray]
     return prepared
 
 
-def _prepared(cfg: Config) -> tuple[str, IntArray]:
-    path = str(resolve_model(cfg.model, cfg.seed, cfg.model.cache_dir.expanduser()))
+def _prepared(cfg: Config) -> tuple[str, str | None, IntArray]:
+    cache, critic = cfg.model.cache_dir.expanduser(), cfg.train.critic
+    path = str(resolve_model(cfg.model, cfg.seed, cache))
+    critic_path = None
+    if critic is not None:
+        named = ModelConfig(name=critic.name) if critic.name else None
+        critic_path = str(resolve_model(named, cfg.seed, cache)) if named else path
     task = cfg.tasks[0]
     # A prompt as in training: on token ids put together at random a model's rounding errors are magnified.
     prompt = check_source(task, cfg.seed)[0]
-    return path, render(prompt, Tokenizer.load(path), task)
-
-
-def _spawn_pool(cast: _Cast, model_path: str) -> ActorHandle:
-    cfg = cast.cfg
-    workers = {}
-    for n, bundle in enumerate(b for b in plan.bundles(cfg) if b.role == "rollout_worker"):
-        workers[bundle.name] = cast.add(
-            RolloutWorker,
-            bundle.name,
-            model_path,
-            EngineConfig.of(cfg),
-            n,
-            name=bundle.name,
-            resources=bundle.resources,
-            max_restarts=-1,
-        )
-    return cast.add(RolloutController, workers, cfg.rollout, cfg.sync.timeout_s, name="rollout-controller")
-
-
-async def _spawn_ranks(cast: _Cast, model_path: str) -> list[ActorHandle]:
-    cfg = cast.cfg
-    bundles = [b for b in plan.bundles(cfg) if b.role == "trainer_worker"]
-    gang = await placement.reserve([b.resources for b in bundles], "trainer", cfg.rollout.start_timeout_s)
-    cast.gangs.append(gang)
-    return [
-        cast.add(
-            TrainerWorker,
-            cfg,
-            model_path,
-            rank,
-            name=bundle.name,
-            resources=bundle.resources,
-            concurrency_groups=CONCURRENCY_GROUPS,
-            group=gang,
-            bundle=rank,
-        )
-        for rank, bundle in enumerate(bundles)
-    ]
-
-
-def _spawn_agents(cast: _Cast, model_path: str) -> AgentLoopPool:
-    cfg = cast.cfg
-    request_s = cfg.rollout.request_timeout_s + CALL_TIMEOUT_S
-    judges = [f"judge-{n}" for n in range(cfg.rollout.judge_workers)]
-    loops = [f"agent-loop-{n}" for n in range(cfg.rollout.agent_workers)]
-    for name in judges:
-        cast.add(JudgeWorker, name, cfg.tasks, name=name, max_restarts=-1)
-    generator = Remote("rollout-controller", request_s, many=MANY)
-    judge = RemotePool(judges, request_s, many=MANY)
-    for name in loops:
-        cast.add(AgentLoopWorker, name, cfg, model_path, generator, judge, name=name, max_restarts=-1)
-    return AgentLoopPool(RemotePool(loops, 2 * request_s, many=MANY))
+    return path, critic_path, render(prompt, Tokenizer.load(path), task)
 
 
 def _spawn_light(
-    cast: _Cast,
+    cast: Cast,
     stop: asyncio.Event,
     display: Progress,
     model_path: str,
@@ -211,9 +156,10 @@ def _spawn_light(
 ) -> Roles:
     """The roles that need no device of their own."""
     cfg = cast.cfg
-    control = cast.controller
-    assert control is not None, "the pool is spawned first"
-    agents = _spawn_agents(cast, model_path)
+    control = cast.controllers[PRODUCTION]
+    judges = cast.judges()
+    loops = [bundle.name for bundle in plan.bundles(cfg) if bundle.role == "agent_loop"]
+    agents = cast.agents(loops, model_path, PRODUCTION, judges)
     cast.add(
         ReplayBufferActor,
         task_limits(cfg),
@@ -226,8 +172,8 @@ def _spawn_light(
     )
     store = Remote("replay-buffer", CALL_TIMEOUT_S, tries=RESTART_TRIES)
     producer = cast.add(ProducerActor, cfg, model_path, agents, store, control, name="producer")
-    cast.add(WeightBroadcaster, trainer, control, cfg.sync, canary_ids, name="weight-broadcaster")
-    cast.add(Evaluator, cfg, model_path, agents, control, name="evaluator")
+    broadcaster = _spawn_broadcaster(cast, "weight-broadcaster", trainer, control, canary_ids)
+    evaluation_broadcaster = _spawn_evaluation(cast, model_path, agents, judges, trainer, canary_ids)
     watched = {name: handle for name, handle in cast.handles.items() if name.startswith(WATCHED)}
     cast.add(Telemetry, cfg, watched, cast.started_s, name="telemetry")
     fingerprint = {"config": plan.fingerprint(cfg)}
@@ -235,12 +181,52 @@ def _spawn_light(
         cfg=cfg,
         stop=stop,
         display=display,
-        checkpoints=CheckpointDir(cfg.run_dir / "checkpoints", cfg.checkpoint.keep, fingerprint),
+        checkpoints=CheckpointDir(
+            cfg.run_dir / "checkpoints",
+            cfg.checkpoint.keep,
+            fingerprint,
+            keep_best=cfg.checkpoint.keep_best,
+        ),
         trainer=trainer,
         controller=control,
-        broadcaster=Remote("weight-broadcaster", cfg.sync.timeout_s + cfg.train.step_timeout_s),
+        broadcaster=broadcaster,
+        evaluation_broadcaster=evaluation_broadcaster,
         producer=Remote("producer", 2 * cfg.rollout.pause_timeout_s + 2 * CALL_TIMEOUT_S),
         evaluator=Remote("evaluator", cfg.eval.timeout_s),
         telemetry=Remote("telemetry", CALL_TIMEOUT_S),
         producer_handle=producer,
     )
+
+
+def _spawn_broadcaster(
+    cast: Cast, name: str, trainer: TrainerGroup, control: Remote, canary_ids: IntArray
+) -> Remote:
+    cfg = cast.cfg
+    cast.add(
+        WeightBroadcaster,
+        trainer,
+        control,
+        cfg.sync,
+        canary_ids,
+        cfg.placement == "colocate",
+        name=name,
+    )
+    return Remote(name, cfg.sync.timeout_s + cfg.train.step_timeout_s)
+
+
+def _spawn_evaluation(
+    cast: Cast,
+    model_path: str,
+    agents: AgentLoopPool,
+    judges: RemotePool,
+    trainer: TrainerGroup,
+    canary_ids: IntArray,
+) -> Remote | None:
+    """The evaluator, on production's engines; or on its own, with the broadcaster that brings weights there."""
+    cfg, control, broadcaster = cast.cfg, cast.controllers[PRODUCTION], None
+    if cfg.eval.pool is not None:
+        control = cast.controllers[EVALUATION]
+        agents = cast.agents(["evaluation-loop"], model_path, EVALUATION, judges)
+        broadcaster = _spawn_broadcaster(cast, "evaluation-broadcaster", trainer, control, canary_ids)
+    cast.add(Evaluator, cfg, model_path, agents, control, name="evaluator")
+    return broadcaster

@@ -11,7 +11,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
-from raypost.task_config import ConfigModel
+from raypost.task_config import ConfigModel, PoolConfig
 
 KlKind = Literal["k1", "k2", "k3"]
 Level = Literal["token", "sequence", "geometric"]
@@ -91,11 +91,19 @@ class KlConfig(ConfigModel):
     and k3 the gradient of the divergence."""
     place: Literal["loss", "reward"] = "loss"
     """loss: a term with a gradient. reward: subtracted from each token's reward."""
+    pool: PoolConfig | None = None
+    """Engines that compute the reference's logprobs, at temperature 1 and without top_p or top_k only; null: the ranks
+    do, with a copy of it laid out as the policy."""
 
     @model_validator(mode="after")
     def _is_used(self) -> KlConfig:
         if self.unbiased and self.place == "reward":
             raise ValueError("kl.unbiased is about a gradient, but kl.place is 'reward': leave it out")
+        if self.pool is not None and not self.coefficient:
+            raise ValueError(
+                f"kl.pool is {self.pool.name!r}, but kl.coefficient is 0, so that there is no reference: raise it, or "
+                "leave pool out"
+            )
         return self
 
 

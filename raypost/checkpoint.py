@@ -1,12 +1,14 @@
 """Checkpoints on disk: a directory appears whole or not at all, and is believed only if it is undamaged.
 
     begin(step) -> step-N.tmp, filled by the roles -> commit(step): digests, fsync, rename -> step-N
+    await_score(step) ... record_score(step, score) -> scores.json      latest -> step-N, best -> step-M
 
 Owns names, atomicity, retention, the proof that a checkpoint is complete and of this run, and a format for
 plain state. What a role stores is the role's business.
 
 Invariants: `step-N` exists only with a manifest that lists every file in it; a reader never sees a partial
-checkpoint; the newest `keep` checkpoints survive. State is data: reading it never runs code from the file.
+checkpoint; the newest `keep` checkpoints survive, and so does one whose score is awaited and, if asked for, the one
+with the best score. State is data: reading it never runs code from the file.
 """
 
 from __future__ import annotations
@@ -14,6 +16,8 @@ from __future__ import annotations
 import dataclasses
 import importlib
 import json
+import logging
+import math
 import os
 import re
 import shutil
@@ -29,7 +33,14 @@ import xxhash
 import raypost
 from raypost.errors import CheckpointError
 
+log = logging.getLogger(__name__)
+
 MANIFEST = "manifest.json"
+SCORES = "scores.json"
+HF, HF_AVERAGE = "hf", "hf-ema"
+"""In a checkpoint: the model, and the moving average of its weights, as Hugging Face folders."""
+LATEST, BEST = "latest", "best"
+"""Links to a checkpoint, for people: nothing is read through them."""
 _STEP = re.compile(r"step-(\d+)")
 _BLOCK = 1 << 22
 
@@ -41,10 +52,18 @@ class CheckpointDir:
     values. A checkpoint with another one is foreign.
     """
 
-    def __init__(self, root: Path, keep: int, fingerprint: Mapping[str, str | int]) -> None:
+    def __init__(
+        self, root: Path, keep: int, fingerprint: Mapping[str, str | int], *, keep_best: bool = False
+    ) -> None:
+        """`keep_best`: of the checkpoints with a score, the best survives as well. Raises CheckpointError if the
+        scores that an earlier session recorded cannot be read."""
         if keep < 1:
             raise ValueError(f"keep must be >= 1, got {keep}")
         self._root, self._keep, self._fingerprint = root, keep, dict(fingerprint)
+        self._keep_best = keep_best
+        self._scores = self._read_scores()
+        self._stored_scores = dict(self._scores)
+        self._awaited: set[int] = set()
 
     def begin(self, step: int) -> Path:
         """An empty folder to write the checkpoint of `step` into. What a crash left half done is removed."""
@@ -80,9 +99,71 @@ class CheckpointDir:
             _remove(target)
         source.rename(target)
         _fsync(self._root)
-        for old in self.steps()[: -self._keep]:
-            _remove(self._root / f"step-{old}")
+        self._retain()
         return target
+
+    def await_score(self, step: int) -> None:
+        """An evaluation of `step` is under way: its checkpoint stays until `record_score`, however old it gets."""
+        self._awaited.add(step)
+
+    def record_score(self, step: int, score: float | None) -> None:
+        """What the evaluation of `step` gave, durably; higher is better. None (or not finite): it gave nothing.
+
+        It may come before or long after the commit, or for a step without checkpoint. Removes what it decides upon.
+        """
+        self._awaited.discard(step)
+        if score is not None and math.isfinite(score):
+            self._scores[step] = float(score)
+        self._retain()
+
+    def best(self) -> tuple[int, float] | None:
+        """Step and score of the checkpoint with the highest score, the newest of equal ones; None without any."""
+        scored = [(self._scores[step], step) for step in self.steps() if step in self._scores]
+        score, step = max(scored, default=(0.0, None))
+        return None if step is None else (step, score)
+
+    def _read_scores(self) -> dict[int, float]:
+        """Of the checkpoints there are: one that is gone may be written anew."""
+        file = self._root / SCORES
+        if not file.exists():
+            return {}
+        try:
+            known = {int(step): float(score) for step, score in json.loads(file.read_text()).items()}
+        except (OSError, ValueError, AttributeError, TypeError) as error:
+            raise CheckpointError(
+                f"{file} cannot be read ({error!r}): remove it, and no checkpoint counts as the best one"
+            ) from error
+        return {step: known[step] for step in self.steps() if step in known and math.isfinite(known[step])}
+
+    def _retain(self) -> None:
+        """Write down what is known of the checkpoints, then remove those that nothing keeps."""
+        steps, best = self.steps(), self.best() if self._keep_best else None
+        if not steps:
+            return
+        kept = {*steps[-self._keep :], *self._awaited, *([best[0]] if best else [])}
+        scores = {step: self._scores[step] for step in steps if step in kept and step in self._scores}
+        if scores != self._stored_scores:
+            _replace(
+                self._root / SCORES, json.dumps({str(s): score for s, score in scores.items()}, indent=1)
+            )
+            self._stored_scores = scores
+        self._link(LATEST, steps[-1])
+        self._link(BEST, best[0] if best else None)
+        for step in steps:
+            if step not in kept:
+                _remove(self._root / f"step-{step}")
+
+    def _link(self, name: str, step: int | None) -> None:
+        link, temporary = self._root / name, self._root / f"{name}.tmp"
+        try:
+            if step is None:
+                return link.unlink(missing_ok=True)
+            temporary.unlink(missing_ok=True)
+            temporary.symlink_to(f"step-{step}", target_is_directory=True)
+            temporary.replace(link)
+        except OSError as error:
+            # Some file systems have no links; nothing depends on them.
+            log.warning("%s could not be moved to step %s: %s", link, step, error)
 
     def steps(self) -> list[int]:
         """Steps of all committed checkpoints, ascending."""
@@ -105,11 +186,7 @@ class CheckpointDir:
 
     def verify(self, path: Path) -> None:
         """Raise CheckpointError unless `path` is a complete, undamaged checkpoint of this run."""
-        try:
-            manifest = json.loads((path / MANIFEST).read_text())
-            files, fingerprint = manifest["files"], manifest["fingerprint"]
-        except (OSError, ValueError, KeyError, TypeError) as error:
-            raise CheckpointError(f"{path / MANIFEST} cannot be read ({error!r}): {_REMOVE}") from error
+        fingerprint = _manifest(path)["fingerprint"]
         for name in sorted({*fingerprint, *self._fingerprint}):
             theirs, ours = fingerprint.get(name), self._fingerprint.get(name)
             if theirs != ours:
@@ -117,14 +194,7 @@ class CheckpointDir:
                     f"{path} belongs to another run: its {name} is {theirs!r}, this run's is {ours!r}; "
                     "use another run name, or the configuration it was saved with"
                 )
-        for name, described in files.items():
-            found = _describe(path / name) if (path / name).is_file() else None
-            if found != described:
-                state = "is missing" if found is None else f"is {found}, saved as {described}"
-                raise CheckpointError(f"{path / name} {state}: {_REMOVE}")
-        unknown = {str(file.relative_to(path)) for file in _files(path)} - {*files, MANIFEST}
-        if unknown:
-            raise CheckpointError(f"{path} has files it was not saved with: {', '.join(sorted(unknown))}")
+        verify_files(path)
 
     @staticmethod
     def save_state(path: Path, name: str, state: Any) -> None:
@@ -169,6 +239,33 @@ class CheckpointDir:
 _REMOVE = "the checkpoint is damaged, remove its folder to use the one before it"
 
 
+def verify_files(path: Path) -> int:
+    """The step of the checkpoint `path`, of whatever run. Raises CheckpointError naming the file that is missing,
+    damaged or unknown."""
+    manifest = _manifest(path)
+    for name, described in manifest["files"].items():
+        found = _describe(path / name) if (path / name).is_file() else None
+        if found != described:
+            state = "is missing" if found is None else f"is {found}, saved as {described}"
+            raise CheckpointError(f"{path / name} {state}: {_REMOVE}")
+    unknown = {str(file.relative_to(path)) for file in _files(path)} - {*manifest["files"], MANIFEST}
+    if unknown:
+        raise CheckpointError(f"{path} has files it was not saved with: {', '.join(sorted(unknown))}")
+    step: int = manifest["step"]
+    return step
+
+
+def _manifest(path: Path) -> dict[str, Any]:
+    try:
+        manifest = json.loads((path / MANIFEST).read_text())
+        wanted = {name: dict(manifest[name]) for name in ("files", "fingerprint")} | {
+            "step": int(manifest["step"])
+        }
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise CheckpointError(f"{path / MANIFEST} cannot be read ({error!r}): {_REMOVE}") from error
+    return wanted
+
+
 def _files(path: Path) -> list[Path]:
     return sorted(file for file in path.rglob("*") if file.is_file())
 
@@ -188,6 +285,15 @@ def _fsync(path: Path) -> None:
         os.fsync(handle)
     finally:
         os.close(handle)
+
+
+def _replace(path: Path, text: str) -> None:
+    """Write a file durably, as a whole or not at all."""
+    temporary = path.with_name(f"{path.name}.tmp")
+    temporary.write_text(text)
+    _fsync(temporary)
+    temporary.replace(path)
+    _fsync(path.parent)
 
 
 def _remove(path: Path) -> None:

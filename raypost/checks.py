@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from raypost import tiny
-from raypost.config import Config, load_config
+from raypost.config import Config, ModelConfig, load_config
 from raypost.datasets import check_source, held_out, render
 from raypost.errors import ConfigError
 from raypost.models import SMOLLM2, TINY, check_model
@@ -85,12 +85,55 @@ def _fit_problems(config: Config, model: dict[str, Any]) -> list[str]:
 
 
 def composition_problems(config: Config) -> list[str]:
-    """What the trainer group can do, but no job composes yet: better refused than ignored."""
-    if config.train.critic is None:
-        return []
-    return [
-        "train.critic is set, but jobs.train starts no critic: use an advantage without one (grpo, rloo, ...)"
-    ]
+    """What the placement cannot do, and a critic that the run does not fit."""
+    problems = []
+    if config.placement == "colocate":
+        problems += _colocate_problems(config)
+    critic = config.train.critic
+    if critic is not None and critic.name is not None:
+        problems += _problem(lambda: check_model(ModelConfig(name=critic.name or "")))
+    if critic is not None and config.train.batch_size % critic.num_workers:
+        problems.append(
+            f"train.batch_size is {config.train.batch_size} groups, not divisible by train.critic.num_workers "
+            f"{critic.num_workers}: use a divisor of {config.train.batch_size}"
+        )
+    return problems
+
+
+def _colocate_problems(config: Config) -> list[str]:
+    rollout, train, problems = config.rollout, config.train, []
+    if rollout.pools:
+        names = ", ".join(pool.name for pool in rollout.pools)
+        problems.append(
+            f"placement is colocate, where engines share the ranks' devices, but rollout.pools has {names}: remove "
+            "them, or use placement: separate"
+        )
+    if config.eval.pool is not None:
+        problems.append(
+            f"placement is colocate, where evaluation uses production's engines, but eval.pool is "
+            f"{config.eval.pool.name!r}: remove it, or use placement: separate"
+        )
+    if config.sync.pause_mode == "keep":
+        problems.append(
+            "sync.pause_mode is keep, but a colocated engine gives its memory to the ranks at each step and can "
+            "freeze nothing: use abort or wait"
+        )
+    if config.device == "cpu":
+        return problems
+    if rollout.tensor_parallel_size > 1:
+        problems.append(
+            f"rollout.tensor_parallel_size is {rollout.tensor_parallel_size}, but a colocated engine shares one GPU "
+            "with one rank: use 1, or placement: separate"
+        )
+    ranks = {"rollout.num_workers": rollout.num_workers, "train.num_workers": train.num_workers}
+    if train.critic is not None:
+        ranks["train.critic.num_workers"] = train.critic.num_workers
+    if len(set(ranks.values())) > 1:
+        numbers = ", ".join(f"{name} {number}" for name, number in ranks.items())
+        problems.append(
+            f"placement is colocate, one engine and one rank a GPU, but {numbers}: use equal numbers"
+        )
+    return problems
 
 
 def source_problems(config: Config) -> list[str]:

@@ -16,7 +16,7 @@ from pydantic import Field, ValidationError, model_validator
 from pydantic_core import ErrorDetails
 
 from raypost.errors import ConfigError
-from raypost.task_config import ConfigModel, TaskConfig
+from raypost.task_config import ConfigModel, PoolConfig, TaskConfig
 from raypost.train_config import TrainConfig
 
 Device = Literal["cpu", "cuda"]
@@ -37,19 +37,19 @@ class ModelConfig(ConfigModel):
     """Options of the model that raypost makes (`tiny`): its size, its warm-up."""
 
 
-class PoolConfig(ConfigModel):
-    """Further engines, placed by needs of their own; what is not said here is as in `rollout`."""
+class RewardModelConfig(PoolConfig):
+    """A model that scores responses, on engines of its own. Tasks name it with `judge.reward_model`; its workers are
+    `reward-<name>-0` and so on."""
 
-    name: Annotated[str, Field(pattern=r"^[a-z0-9][a-z0-9-]{0,31}$")]
-    """Its workers are `rollout-<name>-0` and so on."""
-    num_workers: Annotated[int, Field(ge=1)] = 1
-    """Engines, one actor each."""
-    tensor_parallel_size: Annotated[int, Field(ge=1)] = 1
-    """GPUs an engine."""
-    num_cpus: Annotated[float, Field(gt=0)] = 1
-    """Cores Ray reserves a worker."""
-    resources: dict[str, float] = Field(default_factory=dict)
-    """Custom Ray resources a worker needs."""
+    model: str
+    """A local Hugging Face folder of a sequence classifier with one output, or a hub id."""
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    max_model_len: Annotated[int, Field(ge=1)] = 4096
+    """Longest prompt and response together, in its own tokens."""
+    kv_cache_gb: Annotated[float, Field(gt=0)] = 1
+    """Size of the key-value cache on CPU, GiB."""
+    threads: Annotated[int, Field(ge=1)] = 1
+    """Compute threads of an engine on CPU."""
 
 
 class RolloutConfig(ConfigModel):
@@ -85,6 +85,11 @@ class RolloutConfig(ConfigModel):
     """Agent-loop actors."""
     judge_workers: Annotated[int, Field(ge=1)] = 1
     """Judge actors."""
+
+    @property
+    def num_engines(self) -> int:
+        """Engines of production, over all pools."""
+        return self.num_workers + sum(pool.num_workers for pool in self.pools)
 
 
 class SyncConfig(ConfigModel):
@@ -140,6 +145,21 @@ class EvalConfig(ConfigModel):
     interval: Annotated[int, Field(ge=0)] = 0
     """Train steps between evaluations; 0: before and after training only."""
     timeout_s: Annotated[float, Field(gt=0)] = 600
+    """Longest time one evaluation may take."""
+
+    @model_validator(mode="after")
+    def _samples_suffice(self) -> EvalConfig:
+        if self.pass_k and max(self.pass_k) > self.samples:
+            raise ValueError(
+                f"pass_k has {max(self.pass_k)}, but samples is {self.samples}: pass@k needs at least k responses a "
+                "prompt"
+            )
+        if self.samples > 1 and self.temperature == 0:
+            raise ValueError(
+                f"samples is {self.samples}, but temperature is 0, at which all responses to a prompt are the same: "
+                "use 1 sample, or a temperature above 0"
+            )
+        return self
 
 
 class CheckpointConfig(ConfigModel):
@@ -175,6 +195,8 @@ class Config(ConfigModel):
     task_weights: str | None = None
     """`module:function` of (step, weights by task) that returns the weights of that step's batch by task."""
     buffer: BufferConfig = BufferConfig()
+    reward_models: tuple[RewardModelConfig, ...] = ()
+    """Models that judges ask."""
     sync: SyncConfig = SyncConfig()
     eval: EvalConfig = EvalConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
@@ -233,6 +255,24 @@ class Config(ConfigModel):
             problems.append(f"tasks need different names, got {names}: rename one")
         if sum(task.weight for task in self.tasks) <= 0:
             problems.append("the tasks' weights sum to 0: give at least one task a positive weight")
+        return problems + self._reward_model_problems()
+
+    def _reward_model_problems(self) -> list[str]:
+        problems = []
+        models = [model.name for model in self.reward_models]
+        named = {task.name: task.judge.reward_model for task in self.tasks if task.judge.reward_model}
+        if len(set(models)) != len(models):
+            problems.append(f"reward_models need different names, got {models}: rename one")
+        problems += [
+            f"task {task!r}: judge.reward_model is {name!r}, but reward_models has {models}: name one of these"
+            for task, name in named.items()
+            if name not in models
+        ]
+        problems += [
+            f"reward_models has {name!r}, which no task's judge.reward_model names: remove it"
+            for name in models
+            if name not in named.values()
+        ]
         return problems
 
     def _interval_problems(self) -> list[str]:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import sys
 import time
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -23,7 +23,7 @@ from rich.table import Table
 from rich.text import Text
 
 from raypost import metrics
-from raypost.config import Config
+from raypost.config import Config, EvalConfig
 from raypost.formatting import (
     MISSING,
     change,
@@ -34,6 +34,7 @@ from raypost.formatting import (
     score,
     seconds,
     size,
+    with_interval,
 )
 
 PACE_STEPS = 10
@@ -85,10 +86,14 @@ class Progress:
         gained = change(self._first_score, value)
         if self._first_score is None:
             self._first_score = value
-        failed = int(scores.get("eval_failed") or 0)
+        failed = int(scores.get(metrics.EVAL_FAILED) or 0)
+        rates = [name for name in (f"pass@{k}" for k in self._config.eval.pass_k) if name in scores]
         self.phase(
-            f"held-out {score(value)} {when}"
+            f"held-out {with_interval(value, metrics.bounds(scores, metrics.HELD_OUT))} {when}"
             + (f" ({gained} since the first)" if gained else "")
+            + "".join(
+                f", {name} {with_interval(scores[name], metrics.bounds(scores, name))}" for name in rates
+            )
             + (f", {failed} responses failed" if failed else "")
         )
         # A step is not slower because an evaluation followed it.
@@ -126,7 +131,7 @@ class Progress:
         self._greeted = True
         config, (task, *more) = self._config, self._config.tasks
         others = f" and {len(more)} more tasks" if more else ""
-        workers, ranks = config.rollout.num_workers, config.train.num_workers
+        workers, ranks = config.rollout.num_engines, config.train.num_workers
         self._line(
             f"raypost {config.name}: {config.model.name} on {task.source.dataset}{others}, {self._num_steps} steps of "
             f"{config.train.batch_size} groups x {task.group_size}\n  {workers} rollout worker{_s(workers)}, "
@@ -203,6 +208,26 @@ class Progress:
         return Panel(Group(*parts), title=title, title_align="left", border_style="blue")
 
 
+def scores_table(scores: Mapping[str, Any], tasks: Sequence[str], options: EvalConfig) -> Table:
+    """What an evaluation gave, a line a task, with intervals."""
+    statistics = {metrics.HELD_OUT: f"mean@{options.samples}"}
+    statistics |= {f"pass@{k}": f"pass@{k}" for k in sorted({1, *options.pass_k})}
+    failed = int(scores.get(metrics.EVAL_FAILED) or 0)
+    table = Table(
+        caption=f"up to {options.num_prompts} prompts a task at temperature {options.temperature:g}; in brackets: "
+        f"{percent(options.confidence)} intervals over prompts"
+        + (f"; {failed} responses failed and have no score" if failed else "")
+    )
+    table.add_column("task")
+    for title in statistics.values():
+        table.add_column(title, justify="right", no_wrap=True)
+    rows = {task: f"/{task}" for task in tasks} | ({"all": ""} if len(tasks) > 1 else {})
+    for title, suffix in rows.items():
+        names = [f"{statistic}{suffix}" for statistic in statistics]
+        table.add_row(title, *(with_interval(scores.get(n), metrics.bounds(scores, n)) for n in names))
+    return table
+
+
 def summary(report: Mapping[str, Any], run_dir: Path) -> str:
     """The figures that matter, a line each, and the path of the report."""
     groups = report["groups"]
@@ -213,7 +238,9 @@ def summary(report: Mapping[str, Any], run_dir: Path) -> str:
     gained = change(before, after)
     worst = report["staleness_max"]
     rows = [
-        ("held-out score", f"{score(before)} -> {score(after)}" + (f"  ({gained})" if gained else "")),
+        ("held-out score", f"{with_interval(before, report['eval_before_interval'])} -> "
+                           f"{with_interval(after, report['eval_after_interval'])}"
+                           + (f"  ({gained})" if gained else "")),
         ("steps", f"{report['steps']} of {report['num_steps']} in {seconds(report['wall_s'])}, "
                   f"{seconds(report['step_s_median'])} each"),
         ("groups", f"{groups['sampled']} sampled = {' + '.join(fates) or 0}; {groups['lost']} lost"),

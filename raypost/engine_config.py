@@ -26,6 +26,9 @@ class EngineConfig:
     enforce_eager: bool = True
     seed: int = 0
     pause_timeout_s: float = 60.0
+    sleep_mode: bool = False
+    """Whether the engine's memory is freed while it sleeps. vLLM can do so on GPUs only, with an allocator of its
+    own."""
 
     @classmethod
     def of(cls, config: Config) -> EngineConfig:
@@ -43,6 +46,7 @@ class EngineConfig:
             enforce_eager=rollout.enforce_eager,
             seed=config.seed,
             pause_timeout_s=rollout.pause_timeout_s,
+            sleep_mode=config.placement == "colocate" and config.device == "cuda",
         )
 
     def environment(self) -> dict[str, str]:

@@ -9,6 +9,7 @@ RaypostError
 │   └── EngineLostError      a worker's process was started again and has no engine yet
 ├── NoWorkersError       no rollout worker came back within its deadline
 ├── ProductionError      production can never deliver the batch that was asked for
+├── BatchMemoryError     a micro-batch does not fit the memory of its rank
 ├── LedgerError          a group changed state in a way the ledger forbids
 ├── CheckpointError      a checkpoint is damaged, or belongs to another run
 ├── WaitTimeoutError     a named wait passed its deadline (also a TimeoutError)
@@ -53,6 +54,10 @@ class NoWorkersError(RaypostError):
 
 class ProductionError(RaypostError):
     """Production can never deliver what the consumer waits for; the message lists every counter."""
+
+
+class BatchMemoryError(RaypostError):
+    """A micro-batch does not fit a rank's memory; the message names its groups, its size and what lowers it."""
 
 
 class LedgerError(RaypostError):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 MISSING = "–"
@@ -80,6 +80,16 @@ def moment(iso: str) -> str:
 def score(value: float | None) -> str:
     """Two decimals."""
     return MISSING if value is None else f"{value:.2f}"
+
+
+def interval(bounds: Sequence[float] | None) -> str:
+    """Such as [0.55, 0.69]; nothing for None."""
+    return "" if bounds is None else f"[{score(bounds[0])}, {score(bounds[1])}]"
+
+
+def with_interval(value: float | None, bounds: Sequence[float] | None) -> str:
+    """Such as 0.62 [0.55, 0.69], or the score alone."""
+    return f"{score(value)} {interval(bounds)}".rstrip()
 
 
 def length_bias(bias: Mapping[str, Any]) -> str:

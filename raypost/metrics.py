@@ -16,6 +16,7 @@ from collections import Counter, deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -51,6 +52,10 @@ EXPIRED_TOKENS_MEAN = "expired_tokens_mean"
 SYNC_S = "sync_s"
 HELD_OUT = "held_out"
 """Mean held-out score, in an evaluation's scores and in the steps after it."""
+EVAL_FAILED = "eval_failed"
+"""Responses of an evaluation that have no score."""
+EVAL_TOKENS_MEAN = "eval_tokens_mean"
+"""Of an evaluation's responses, failed ones included."""
 
 MERGE_GAP_S = 0.005
 MAX_SPANS = 20_000
@@ -258,6 +263,18 @@ def staleness_bound(config: Config) -> int:
         max_staleness = task.strategy.max_staleness if task.strategy.kind == "async" else 0
         bounds.append(stale_threshold(max_staleness, interval) - 1)
     return max(bounds)
+
+
+def bounds_of(name: str) -> tuple[str, str]:
+    """Names of the bounds of an evaluation's statistic, over all tasks or of one: `x_low/task` for `x/task`."""
+    statistic, slash, task = name.partition("/")
+    return f"{statistic}_low{slash}{task}", f"{statistic}_high{slash}{task}"
+
+
+def bounds(scores: Mapping[str, Any], name: str) -> tuple[float, float] | None:
+    """The interval of a statistic among an evaluation's scores; None where it has none."""
+    low, high = (scores.get(bound) for bound in bounds_of(name))
+    return None if low is None or high is None else (low, high)
 
 
 def median(values: Iterable[float]) -> float | None:

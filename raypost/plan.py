@@ -122,25 +122,27 @@ def _batch(config: Config) -> dict[str, str]:
     samples = sum(groups[task.name] * task.group_size for task in config.tasks)
     tokens = sum(groups[task.name] * task.group_size * task.max_tokens for task in config.tasks)
     steps_ahead = max(horizon(task, config) for task in config.tasks)
-    slots = rollout.num_workers * rollout.max_num_seqs
+    slots = rollout.num_engines * rollout.max_num_seqs
     groups_a_minibatch = train.batch_size // train.num_minibatches
     split = ", ".join(f"{groups[task.name]} of {task.name} x {task.group_size}" for task in config.tasks)
     return {
         "groups a train step": f"{train.batch_size} ({split})",
         "trajectories a train step": f"{samples}, at most {tokens} response tokens",
         "groups a rank": f"{train.batch_size // train.num_workers} on {train.num_workers} rank(s)",
-        "optimizer steps a train step": f"{train.num_minibatches} of {groups_a_minibatch} groups",
+        "optimizer steps a train step": f"{train.num_updates} of {groups_a_minibatch} groups",
         "trajectories in the whole run": f"{samples * train.num_steps} in {train.num_steps} steps",
         "requests in flight": f"at most {_requests(config)}, for {slots} slots "
-        f"({rollout.num_workers} worker(s) x max_num_seqs {rollout.max_num_seqs})",
+        f"({rollout.num_engines} worker(s) x max_num_seqs {rollout.max_num_seqs})",
         "groups produced ahead": f"at most {steps_ahead * train.batch_size} ({steps_ahead} batch(es))",
     }
 
 
 def _transport(config: Config) -> str:
+    lora = config.train.lora
+    what = "adapters, the base once" if lora is not None and lora.sync == "adapter" else "all weights"
     return (
-        f"object store: buckets of {config.train.bucket_mb} MiB, published once a version, read by "
-        f"{config.rollout.num_workers} worker(s), version and digest verified at every sync"
+        f"object store: {what}, in buckets of {config.train.bucket_mb} MiB, published once a version, read by "
+        f"{config.rollout.num_engines} worker(s), version and digest verified at every sync"
     )
 
 
@@ -148,7 +150,7 @@ def _warnings(config: Config) -> list[str]:
     rollout, train, warnings = config.rollout, config.train, []
     for task in config.tasks:
         warnings += [f"task {task.name!r}: {text}" for text in strategy_warnings(task, config)]
-    slots, requests = rollout.num_workers * rollout.max_num_seqs, _requests(config)
+    slots, requests = rollout.num_engines * rollout.max_num_seqs, _requests(config)
     if requests < slots // 2:
         warnings.append(
             f"engines have {slots} slots, but at most {requests} requests are in flight: they idle"
@@ -182,7 +184,9 @@ def _cluster_warnings(
             f"resources suffice in sum, but {', '.join(homeless)} may find no node with enough left"
         )
     rollout, train = config.rollout, config.train
-    threads = rollout.num_workers * rollout.threads + train.num_workers * train.threads
+    of_engines, of_ranks = rollout.num_engines * rollout.threads, train.num_workers * train.threads
+    taking_turns = config.placement == "colocate"
+    threads = max(of_engines, of_ranks) if taking_turns else of_engines + of_ranks
     if config.device == "cpu" and threads > cluster.total("CPU"):
         warnings.append(
             f"engines and ranks use {threads} threads on {cluster.total('CPU'):g} cores: both crawl; lower "

@@ -18,6 +18,7 @@ from raypost.types import (
     GroupKey,
     IntArray,
     RolloutState,
+    Span,
     Status,
     WeightReport,
 )
@@ -64,7 +65,8 @@ class RolloutControl(Protocol):
         ...
 
     async def resume(self, version: int) -> None:
-        """Engines first, gate last. Raises StaleWeightsError if no worker holds `version`. Idempotent."""
+        """Engines first, gate last; engines that sleep wake. Raises StaleWeightsError unless the pool holds
+        `version`. Idempotent."""
         ...
 
 
@@ -77,6 +79,32 @@ class WeightSource(Protocol):
 
     async def canary(self, token_ids: IntArray) -> FloatArray:
         """Logprob of every token but the first under the current weights, at temperature 1."""
+        ...
+
+    async def offload(self) -> None:
+        """Leave the device to others, where it is shared. Idempotent."""
+        ...
+
+
+class Reference(Protocol):
+    """Who computes the frozen reference's logprobs in the stead of the trainer's ranks. Refs are those of the object
+    store."""
+
+    async def start(self) -> list[dict[str, Any]]:
+        """Start whatever computes; what each part of it says about itself."""
+        ...
+
+    async def compute_ref_logprobs(self, batch_ref: Any) -> Any:
+        """Ref of a batch (PackedGroups) -> ref of a column: logprobs of its trained tokens, temperature and cuts as
+        sampled, 0 elsewhere."""
+        ...
+
+    async def drain_spans(self) -> list[Span]:
+        """What all parts of it did since the last call."""
+        ...
+
+    async def shutdown(self) -> None:
+        """End it. Does not raise because a part is gone."""
         ...
 
 

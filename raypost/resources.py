@@ -18,8 +18,9 @@ from typing import Any
 
 import yaml
 
-from raypost.config import Config
+from raypost.config import Config, PoolConfig, RolloutConfig
 from raypost.errors import ClusterError, ConfigError
+from raypost.train_config import CriticConfig, TrainConfig
 
 Resources = Mapping[str, float]
 """Amounts under Ray's names: CPU, GPU and custom ones."""
@@ -34,6 +35,9 @@ LIGHT_ROLES = (
 )
 """Roles of which there is one, on whatever time the cores have left."""
 
+EVALUATION_ROLES = ("evaluation-controller", "evaluation-broadcaster", "evaluation-loop")
+"""Roles that evaluation has for itself where it has engines of its own."""
+
 _OWN_FIELDS = {"CPU": "num_cpus", "GPU": "tensor_parallel_size", "memory": "", "object_store_memory": ""}
 
 
@@ -44,6 +48,10 @@ class Bundle:
     role: str
     name: str
     resources: dict[str, float]
+    shares: int | None = None
+    """Number of the device it shares with the others of that number, on one node; None: it has its own."""
+    pool: str = ""
+    """An engine's: name of its pool; empty: the pool that `rollout` describes."""
 
 
 @dataclass(slots=True, frozen=True)
@@ -106,40 +114,90 @@ class ClusterResources:
 
 def bundles(config: Config) -> list[Bundle]:
     """Every actor of a run with what it reserves, the driver's own process left out."""
-    rollout, train, cuda = config.rollout, config.train, config.device == "cuda"
-    engine = {
-        "CPU": rollout.num_cpus,
-        **({"GPU": rollout.tensor_parallel_size} if cuda else {}),
-        **rollout.resources,
-    }
-    rank = {"CPU": train.num_cpus, **({"GPU": 1} if cuda else {}), **train.resources}
+    critic, pool = config.train.critic, config.eval.pool
+    shared = config.placement == "colocate"
+    # Ray counts a device that several actors share in parts.
+    gpus = {} if config.device == "cpu" else {"GPU": (round(1 / (3 if critic else 2), 3) if shared else 1)}
+    ranks: list[tuple[str, TrainConfig | CriticConfig]] = [("trainer", config.train)]
+    if critic:
+        ranks.append(("critic", critic))
     return [
-        *(Bundle("rollout_worker", f"rollout-{n}", dict(engine)) for n in range(rollout.num_workers)),
-        *(Bundle("trainer_worker", f"trainer-{n}", dict(rank)) for n in range(train.num_workers)),
-        *(Bundle("agent_loop", f"agent-loop-{n}", {}) for n in range(rollout.agent_workers)),
-        *(Bundle("judge", f"judge-{n}", {}) for n in range(rollout.judge_workers)),
+        *_engines("rollout_worker", config.rollout, config, part=gpus.get("GPU") if shared else None),
+        *(one for pool in config.rollout.pools for one in _engines("rollout_worker", pool, config)),
+        *(_engines("evaluation_worker", pool, config) if pool else ()),
+        *(
+            Bundle(
+                f"{kind}_worker",
+                f"{kind}-{n}",
+                {"CPU": of.num_cpus, **gpus, **of.resources},
+                shares=n if shared else None,
+            )
+            for kind, of in ranks
+            for n in range(of.num_workers)
+        ),
+        *(Bundle("agent_loop", f"agent-loop-{n}", {}) for n in range(config.rollout.agent_workers)),
+        *(Bundle("judge", f"judge-{n}", {}) for n in range(config.rollout.judge_workers)),
         *(Bundle(name.replace("-", "_"), name, {}) for name in LIGHT_ROLES),
+        *(Bundle(name.replace("-", "_"), name, {}) for name in EVALUATION_ROLES if pool),
+    ]
+
+
+def _engines(
+    role: str, of: RolloutConfig | PoolConfig, config: Config, part: float | None = None
+) -> list[Bundle]:
+    """The workers of one pool; `part`: of a GPU, where each shares one."""
+    gpus = {} if config.device == "cpu" else {"GPU": part or of.tensor_parallel_size}
+    pool = of.name if isinstance(of, PoolConfig) else ""
+    shared = config.placement == "colocate" and isinstance(of, RolloutConfig)
+    return [
+        Bundle(
+            role,
+            f"rollout-{pool}-{n}" if pool else f"rollout-{n}",
+            {"CPU": of.num_cpus, **gpus, **of.resources},
+            shares=n if shared else None,
+            pool=pool,
+        )
+        for n in range(of.num_workers)
+    ]
+
+
+def shared_devices(config: Config) -> list[dict[str, float]]:
+    """What is reserved together for the actors that share a device, a mapping a device; none where none share."""
+    devices: dict[int, Counter[str]] = {}
+    for bundle in bundles(config):
+        if bundle.shares is not None:
+            devices.setdefault(bundle.shares, Counter()).update(bundle.resources)
+    return [
+        {name: 1.0 if name == "GPU" else amount for name, amount in devices[n].items()}
+        for n in sorted(devices)
     ]
 
 
 def name_problems(config: Config) -> list[str]:
     """Custom resources that are none."""
     problems = []
-    for section, resources in (("rollout", config.rollout.resources), ("train", config.train.resources)):
-        for name, amount in resources.items():
+    for section, of in _sections(config).items():
+        for name, amount in of.resources.items():
             if name in _OWN_FIELDS:
                 own = _OWN_FIELDS[name]
-                fix = (
-                    f"set {section}.{own}"
-                    if own in type(getattr(config, section)).model_fields
-                    else "remove it"
-                )
+                fix = f"set {section}.{own}" if own in type(of).model_fields else "remove it"
                 problems.append(f"{section}.resources names {name}, which is no custom resource: {fix}")
             elif amount <= 0:
                 problems.append(
                     f"{section}.resources asks for {amount:g} {name!r}: use more than 0, or remove it"
                 )
+    names = [pool.name for pool in (*config.rollout.pools, *([config.eval.pool] if config.eval.pool else []))]
+    if len(set(names)) != len(names):
+        problems.append(f"rollout.pools and eval.pool need different names, got {names}: rename one")
     return problems
+
+
+def _sections(config: Config) -> dict[str, RolloutConfig | PoolConfig | TrainConfig | CriticConfig]:
+    """Where the configuration asks for resources, by the place of that part."""
+    sections: dict[str, Any] = {"rollout": config.rollout, "train": config.train}
+    sections |= {f"rollout.pools.{n}": pool for n, pool in enumerate(config.rollout.pools)}
+    sections |= {"eval.pool": config.eval.pool, "train.critic": config.train.critic}
+    return {name: section for name, section in sections.items() if section is not None}
 
 
 def shortages(config: Config, cluster: ClusterResources) -> list[str]:
@@ -147,7 +205,9 @@ def shortages(config: Config, cluster: ClusterResources) -> list[str]:
     asked = bundles(config)
     problems, lacking = [], set()
     for resource in sorted({name for bundle in asked for name in bundle.resources}):
-        need, have = sum(bundle.resources.get(resource, 0) for bundle in asked), cluster.total(resource)
+        alone = sum(b.resources.get(resource, 0) for b in asked if b.shares is None)
+        need = alone + sum(device.get(resource, 0) for device in shared_devices(config))
+        have = cluster.total(resource)
         if need > have:
             lacking.add(resource)
             counts = Counter((b.role, b.resources[resource]) for b in asked if b.resources.get(resource))
@@ -156,17 +216,24 @@ def shortages(config: Config, cluster: ClusterResources) -> list[str]:
                 f"the placement needs {need:g} {resource} ({parts}), the cluster has {have:g}: "
                 + _fix(resource)
             )
-    for role in ("rollout_worker", "trainer_worker"):
-        bundle = next(bundle for bundle in asked if bundle.role == role)
-        fits = any(_fits(bundle.resources, node) for node in cluster.nodes)
-        if fits or lacking & set(bundle.resources):
+    for who, resources in _on_one_node(config, asked):
+        if any(_fits(resources, node) for node in cluster.nodes) or lacking & set(resources):
             continue
-        large = ", ".join(f"{cluster.largest(name):g} {name}" for name in bundle.resources)
+        large = ", ".join(f"{cluster.largest(name):g} {name}" for name in resources)
         problems.append(
-            f"each {role} needs {describe(bundle.resources)} on one node, but no node has that; the most "
-            f"that any node has: {large}: use larger nodes, or lower what one {role} asks for"
+            f"each {who} needs {describe(resources)} on one node, but no node has that; the most "
+            f"that any node has: {large}: use larger nodes, or lower what one {who} asks for"
         )
     return problems
+
+
+def _on_one_node(config: Config, asked: Sequence[Bundle]) -> list[tuple[str, Resources]]:
+    """What must find room on a single node, each kind once, with its name."""
+    kinds: list[tuple[str, Resources]] = [
+        (b.role, b.resources) for b in asked if b.resources and b.shares is None
+    ]
+    kinds += [("shared device", device) for device in shared_devices(config)]
+    return [kind for n, kind in enumerate(kinds) if kind not in kinds[:n]]
 
 
 def place(asked: Sequence[Bundle], cluster: ClusterResources) -> dict[str, str]:

@@ -151,10 +151,10 @@ def _strategy_problems(task: TaskConfig, config: Config) -> Iterator[str]:
     strategy, paced = task.strategy, task.strategy.admission == "capacity"
     if strategy.kind == "sync" and paced:
         yield "kind 'sync' works for one step at a time, admission 'capacity' for several: use kind 'async'"
-    if strategy.should_continue is not None:
+    if strategy.should_continue is not None and config.placement == "separate":
         yield (
             f"should_continue {strategy.should_continue!r} ends rounds with fewer groups than the batch has, and a "
-            "consumer that waits for whole batches would starve: remove it where production runs continuously"
+            "consumer that waits for whole batches would starve: remove it, or use placement: colocate"
         )
     if paced and strategy.over_sample_threshold > 0:
         yield (

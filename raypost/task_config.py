@@ -96,13 +96,48 @@ class StrategyConfig(ConfigModel):
     production is called once a step, since it would starve a consumer that waits. null: completed < target."""
 
 
+class PoolConfig(ConfigModel):
+    """Further engines, placed by needs of their own; what is not said here is as in `rollout`."""
+
+    name: Annotated[str, Field(pattern=r"^[a-z0-9][a-z0-9-]{0,31}$")]
+    """Its workers are `rollout-<name>-0` and so on."""
+    num_workers: Annotated[int, Field(ge=1)] = 1
+    """Engines, one actor each."""
+    tensor_parallel_size: Annotated[int, Field(ge=1)] = 1
+    """GPUs an engine."""
+    num_cpus: Annotated[float, Field(gt=0)] = 1
+    """Cores Ray reserves a worker."""
+    resources: dict[str, float] = Field(default_factory=dict)
+    """Custom Ray resources a worker needs."""
+
+
 class JudgeConfig(ConfigModel):
     """How a response is scored."""
 
-    kind: Literal["reasoning_gym", "exact"] = "reasoning_gym"
-    """reasoning-gym's own scorer, or equality with the answer after stripping spaces."""
+    kind: Literal["reasoning_gym", "exact", "reward_model"] = "reasoning_gym"
+    """reasoning-gym's own scorer, equality with the answer after stripping spaces, or a reward model's score."""
+    reward_model: str | None = None
+    """With kind reward_model: which of `reward_models`."""
     answer_pattern: str | None = None
     """Regular expression whose last match's first group is the answer; the whole response when absent."""
+
+    @model_validator(mode="after")
+    def _reward_model_is_named(self) -> JudgeConfig:
+        if self.kind != "reward_model":
+            if self.reward_model is not None:
+                raise ValueError(
+                    f"reward_model {self.reward_model!r} is not used by kind {self.kind!r}: leave it out, or use "
+                    "kind 'reward_model'"
+                )
+            return self
+        if self.reward_model is None:
+            raise ValueError("kind is 'reward_model', but reward_model is null: name one of reward_models")
+        if self.answer_pattern is not None:
+            raise ValueError(
+                f"answer_pattern {self.answer_pattern!r} is not used by kind 'reward_model', which scores whole "
+                "responses: leave it out"
+            )
+        return self
 
     @model_validator(mode="after")
     def _pattern_compiles(self) -> JudgeConfig:

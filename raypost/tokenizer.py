@@ -119,9 +119,10 @@ class Tokenizer:
         """Text of the ids, special tokens left out."""
         return str(self._backend.decode(np.asarray(ids).tolist(), skip_special_tokens=True))
 
-    def chat(self, messages: list[dict[str, Any]]) -> str:
+    def chat(self, messages: list[dict[str, Any]], *, add_generation_prompt: bool = True) -> str:
         """The messages ({"role": ..., "content": ...}) in the model's chat template, up to where the
-        assistant speaks. Raises ConfigError without a template, or when the template refuses the messages."""
+        assistant speaks, or without `add_generation_prompt` up to the end of the last message. Raises
+        ConfigError without a template, or when the template refuses the messages."""
         if self._chat_template is None:
             raise ConfigError(
                 f"tokenizer in {self._origin} has no chat template: set chat: false for its tasks, or add "
@@ -129,7 +130,10 @@ class Tokenizer:
             )
         try:
             return _compiled(self._chat_template).render(
-                messages=messages, tools=None, add_generation_prompt=True, **self._special_tokens
+                messages=messages,
+                tools=None,
+                add_generation_prompt=add_generation_prompt,
+                **self._special_tokens,
             )
         except jinja2.TemplateError as error:
             raise ConfigError(f"chat template of {self._origin} failed: {error}") from error

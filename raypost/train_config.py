@@ -104,6 +104,19 @@ class TrainConfig(ConfigModel):
             )
         return self
 
+    @model_validator(mode="after")
+    def _offload_needs_zero(self) -> TrainConfig:
+        stages = {"train.zero_stage": self.zero_stage}
+        if self.critic is not None:
+            stages["train.critic.zero_stage"] = self.critic.zero_stage
+        for name, stage in stages.items():
+            if self.offload_optimizer and stage == 0:
+                raise ValueError(
+                    f"offload_optimizer is true, but {name} is 0, where DeepSpeed offloads nothing: use {name} 1 or "
+                    "more, or offload_optimizer: false"
+                )
+        return self
+
     @property
     def num_updates(self) -> int:
         """Optimizer steps a train step."""

@@ -10,11 +10,13 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from raypost.datasets import gym_dataset
-from raypost.errors import JudgeError
+from raypost.errors import ConfigError, JudgeError
+from raypost.judges.reward_model import RewardModel, RewardModelJudge
+from raypost.protocols import Judge
 from raypost.task_config import JudgeConfig, TaskConfig
 from raypost.types import RolloutState
 
@@ -60,9 +62,17 @@ def extract_answer(response: str, pattern: re.Pattern[str] | None) -> str | None
     return (matches[-1].group(1) or "").strip() if matches else None
 
 
-def build_judge(task: TaskConfig) -> RuleJudge:
-    """The judge of `task`. Raises ConfigError for a reasoning-gym dataset that does not exist."""
+def build_judge(task: TaskConfig, reward_models: Mapping[str, RewardModel] | None = None) -> Judge:
+    """The judge of `task`. Raises ConfigError for a reasoning-gym dataset or a reward model that does not exist."""
     judge: JudgeConfig = task.judge
+    if judge.kind == "reward_model":
+        model = (reward_models or {}).get(judge.reward_model or "")
+        if model is None:
+            raise ConfigError(
+                f"task {task.name!r}: judge.reward_model is {judge.reward_model!r}, but there are "
+                f"{sorted(reward_models or {})}: name one of reward_models"
+            )
+        return RewardModelJudge(model, task)
     if judge.kind == "exact":
         return RuleJudge(_exact, judge.answer_pattern)
     dataset = gym_dataset(task.source, seed=0, part=0)

@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 
 from raypost import metrics
 from raypost.report.colours import BLUE, GREEN, GREY, INK, LIGHT, ORANGE, PALE, RED
-from raypost.report.record import Column, RunRecord, held_out_scores
+from raypost.report.record import Column, RunRecord, held_out_intervals, held_out_scores
 from raypost.report.summary import reward_curve
 from raypost.report.timeline import draw_shares, draw_timeline, whole_run, zoom
 
@@ -108,6 +108,9 @@ def _panels(record: RunRecord, report: dict[str, Any]) -> dict[str, Panel]:
 
 def _held_out(ax: Axes, record: RunRecord) -> None:
     steps, scores = zip(*held_out_scores(record), strict=True)
+    intervals = held_out_intervals(record)
+    if np.isfinite(intervals).any():
+        ax.fill_between(steps, intervals[:, 0], intervals[:, 1], color=GREEN, alpha=0.15, lw=0, zorder=2)
     ax.plot(steps, scores, color=GREEN, lw=2, marker="o", ms=5, mec="white", mew=1, clip_on=False, zorder=3)
     for n in sorted({0, len(steps) - 1}):
         # The first beside its point, clear of the axis' own numbers.

@@ -44,6 +44,12 @@ def write_atomically(path: Path, content: str | bytes) -> None:
         temporary.unlink(missing_ok=True)
 
 
+def write_json(path: Path, item: Mapping[str, Any]) -> None:
+    """Replace the file as a whole by one JSON object. Numbers as in `plain`."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write_atomically(path, json.dumps(plain(item), indent=2) + "\n")
+
+
 class LineWriter:
     """Appends JSON objects to a file, each on a line of its own, flushed to the system when written."""
 

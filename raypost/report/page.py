@@ -10,10 +10,12 @@ from typing import Any
 
 import yaml
 
+from raypost import metrics
 from raypost.formatting import (
     MISSING,
     change,
     count,
+    interval,
     length_bias,
     moment,
     number,
@@ -74,11 +76,10 @@ def _tiles(report: Mapping[str, Any]) -> list[tuple[str, str, str, bool]]:
     groups, bound, worst = report["groups"], report["staleness_bound"], report["staleness_max"]
     before, after = report["eval_before"], report["eval_after"]
     learnt = score(after) if before is None else f"{score(before)} → {score(after)}"
-    gained = (
-        f"{change(before, after)} on problems never trained on"
-        if change(before, after)
-        else "not measured twice"
-    )
+    gained = change(before, after)
+    gained = f"{gained} on problems never trained on" if gained else "not measured twice"
+    if report["eval_after_interval"] is not None:
+        gained += f"; {percent(report['eval_confidence'])} interval {interval(report['eval_after_interval'])}"
     mean = f"mean {number(report['staleness_mean'], 2)}, bound {bound}"
     overlap = f"both worked for {seconds(report['overlap_s'])} of {seconds(report['window_s'])}"
     canary = report["canary_difference_max"]
@@ -181,23 +182,31 @@ def _details(report: Mapping[str, Any]) -> str:
 def _evals(evals: list[dict[str, Any]]) -> str:
     if not evals:
         return "<p class='empty'>Nothing was evaluated.</p>"
-    names = sorted({name for scores in evals for name in scores} - {"step"}, key=_eval_order)
-    head = "".join(f"<th>{escape(name.replace('_', ' '))}</th>" for name in names)
+    names = {name for scores in evals for name in scores} - {"step"}
+    names -= {bound for name in names for bound in metrics.bounds_of(name)}
+    ordered = sorted(names, key=_eval_order)
+    head = "".join(f"<th>{escape(name.replace('_', ' '))}</th>" for name in ordered)
     rows = []
     for scores in evals:
-        cells = "".join(f"<td class='n'>{_cell(scores.get(name))}</td>" for name in names)
+        cells = "".join(f"<td class='n'>{_cell(scores, name)}</td>" for name in ordered)
         rows.append(f"<tr><th>after step {scores['step']}</th>{cells}</tr>")
     return f"<table><tr><th></th>{head}</tr>{''.join(rows)}</table>"
 
 
-def _eval_order(name: str) -> tuple[bool, str]:
-    return (not name.startswith("held_out"), name)
+def _eval_order(name: str) -> tuple[int, int, str]:
+    """The mean first, then pass rates by k, then the rest; each before its tasks."""
+    statistic, _, _ = name.partition("/")
+    kind, _, k = statistic.partition("@")
+    return (("held_out", "pass").index(kind) if kind in ("held_out", "pass") else 2, int(k or 0), name)
 
 
-def _cell(value: object) -> str:
+def _cell(scores: Mapping[str, Any], name: str) -> str:
+    value = scores.get(name)
     if value is None:
         return MISSING
-    return number(value) if isinstance(value, (int, float)) else escape(str(value))
+    if not isinstance(value, (int, float)):
+        return escape(str(value))
+    return f"{number(value)} {interval(metrics.bounds(scores, name))}".rstrip()
 
 
 def _table(rows: list[tuple[str, str]]) -> str:

@@ -17,7 +17,7 @@ import yaml
 from numpy.typing import NDArray
 
 from raypost.ledger import LEDGER_FILE
-from raypost.metrics import HELD_OUT, STALENESS, SpanTable, finite_floats, union
+from raypost.metrics import HELD_OUT, STALENESS, SpanTable, bounds, finite_floats, union
 from raypost.report import files
 from raypost.tally import RunSummary, run_summary
 
@@ -169,3 +169,9 @@ def _read_spans(run_dir: Path) -> SpanTable:
 def held_out_scores(record: RunRecord) -> list[tuple[int, float]]:
     """(step, mean held-out score) of every evaluation that has one."""
     return [(e["step"], e[HELD_OUT]) for e in record.evals if e.get(HELD_OUT) is not None]
+
+
+def held_out_intervals(record: RunRecord) -> NDArray[np.float64]:
+    """(low, high) beside each of `held_out_scores`, shape [E, 2]; NaN where there is none."""
+    scored = (e for e in record.evals if e.get(HELD_OUT) is not None)
+    return np.asarray([bounds(e, HELD_OUT) or (np.nan, np.nan) for e in scored]).reshape(-1, 2)

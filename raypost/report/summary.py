@@ -8,6 +8,7 @@ from __future__ import annotations
 import hashlib
 import json
 import platform
+from collections.abc import Mapping
 from datetime import UTC, datetime
 from importlib import metadata
 from typing import Any
@@ -16,7 +17,7 @@ import numpy as np
 
 from raypost import __version__, formatting, metrics
 from raypost.config import Config
-from raypost.report.record import Column, RunRecord, held_out_scores
+from raypost.report.record import Column, RunRecord
 from raypost.types import GroupCounts
 
 PACKAGES = (
@@ -70,7 +71,7 @@ def summarise(record: RunRecord, config: Config) -> dict[str, Any]:
         "steps": int(record.steps[-1]) if len(record.steps) else 0,
         "num_steps": config.train.num_steps,
         "wall_s": sum(stop - start for start, stop in record.sessions),
-        **_learning(record),
+        **_learning(record, config),
         "groups": {name: record.counts.get(name, 0) for name in GroupCounts().as_dict()},
         **_staleness(record, config),
         **_time(record, config),
@@ -83,17 +84,27 @@ def summarise(record: RunRecord, config: Config) -> dict[str, Any]:
     return report
 
 
-def _learning(record: RunRecord) -> dict[str, Any]:
-    scores = held_out_scores(record)
+def _learning(record: RunRecord, config: Config) -> dict[str, Any]:
+    scored = [e for e in record.evals if e.get(metrics.HELD_OUT) is not None]
+    before = scored[0] if scored and scored[0]["step"] == 0 else {}
+    after = scored[-1] if scored and scored[-1]["step"] > 0 else {}
     reward = reward_curve(record)
     tenth = max(1, len(reward) // 10)
     return {
-        "eval_before": scores[0][1] if scores and scores[0][0] == 0 else None,
-        "eval_after": scores[-1][1] if scores and scores[-1][0] > 0 else None,
+        "eval_before": before.get(metrics.HELD_OUT),
+        "eval_before_interval": _held_out_interval(before),
+        "eval_after": after.get(metrics.HELD_OUT),
+        "eval_after_interval": _held_out_interval(after),
+        "eval_confidence": config.eval.confidence,
         "evals": [{name: value for name, value in e.items() if name != "not_finite"} for e in record.evals],
         "reward_first": _mean(reward[:tenth]),
         "reward_last": _mean(reward[-tenth:]),
     }
+
+
+def _held_out_interval(scores: Mapping[str, Any]) -> list[float] | None:
+    bounds = metrics.bounds(scores, metrics.HELD_OUT)
+    return None if bounds is None else list(bounds)
 
 
 def _staleness(record: RunRecord, config: Config) -> dict[str, Any]:
@@ -110,7 +121,7 @@ def _staleness(record: RunRecord, config: Config) -> dict[str, Any]:
 def _time(record: RunRecord, config: Config) -> dict[str, Any]:
     windows = metrics.training_windows(record.spans, record.sessions)
     window_s = metrics.length_s(windows)
-    ranks, workers = config.train.num_workers, config.rollout.num_workers
+    ranks, workers = config.train.num_workers, config.rollout.num_engines
     syncs = [sync["seconds"] for sync in record.syncs if sync.get("seconds") is not None]
     return {
         "window_s": window_s,
@@ -174,7 +185,7 @@ def _problems(report: dict[str, Any], record: RunRecord) -> list[str]:
         problems.append(
             f"{int(np.nanmax(skipped))} optimizer steps were skipped: nothing trainable, or no finite gradient"
         )
-    failed = sum(1 for e in record.evals if e.get("eval_failed"))
+    failed = sum(1 for e in record.evals if e.get(metrics.EVAL_FAILED))
     if failed:
         problems.append(f"{failed} evaluation(s) had responses that failed; their score is over the rest")
     unreachable = {name for usage in record.usage for name in usage.get("unreachable", {})}

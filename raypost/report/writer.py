@@ -12,7 +12,6 @@ computed again from these files (`rebuild`), also after a kill and after a resum
 
 from __future__ import annotations
 
-import json
 import logging
 import time
 from collections.abc import Mapping
@@ -167,7 +166,7 @@ def rebuild(run_dir: Path) -> dict[str, Any]:
 
 
 def _write_json(run_dir: Path, report: dict[str, Any]) -> None:
-    files.write_atomically(run_dir / files.REPORT_JSON, json.dumps(files.plain(report), indent=2) + "\n")
+    files.write_json(run_dir / files.REPORT_JSON, report)
 
 
 def _draw(run_dir: Path, report: dict[str, Any], record: RunRecord) -> None:

@@ -126,6 +126,7 @@ def _attend(
     *,
     scaling: float | None = None,
     sliding_window: int | None = None,
+    softcap: float | None = None,
     row: RowAttention | None = None,
     **_: Any,
 ) -> tuple[Tensor, None]:
@@ -142,18 +143,38 @@ def _attend(
         row.blocks, q_parts, k.split(sizes), v.split(sizes), strict=True
     ):
         mask_QK = _mask(row, block, sliding_window, query.device)
-        out_NHQD = scaled_dot_product_attention(
+        q_NHQD, k_NHKD, v_NHKD = (
             q_part.unflatten(0, (block.size, block.queries)).transpose(1, 2),
             k_part.unflatten(0, (block.size, block.keys)).transpose(1, 2),
             v_part.unflatten(0, (block.size, block.keys)).transpose(1, 2),
-            attn_mask=mask_QK,
-            is_causal=mask_QK is None,
-            scale=scaling,
-            enable_gqa=k.shape[1] != q.shape[1],
         )
+        if softcap is not None:
+            out_NHQD = _capped(q_NHQD, k_NHKD, v_NHKD, mask_QK, scaling, softcap)
+        else:
+            out_NHQD = scaled_dot_product_attention(
+                q_NHQD, k_NHKD, v_NHKD,
+                attn_mask=mask_QK,
+                is_causal=mask_QK is None,
+                scale=scaling,
+                enable_gqa=k.shape[1] != q.shape[1],
+            )  # fmt: skip
         results.append(out_NHQD.transpose(1, 2).flatten(0, 1))
     out = results[0] if len(results) == 1 else torch.cat(results)
     return _gathered(out, row.result_index_L)[None], None
+
+
+def _capped(
+    q_NHQD: Tensor, k_NHKD: Tensor, v_NHKD: Tensor, mask_QK: Tensor | None, scale: float | None, cap: float
+) -> Tensor:
+    """Attention with scores cap * tanh(score / cap), of which PyTorch has no fused form."""
+    repeats = q_NHQD.shape[1] // k_NHKD.shape[1]
+    k_NHKD, v_NHKD = k_NHKD.repeat_interleave(repeats, 1), v_NHKD.repeat_interleave(repeats, 1)
+    scale = q_NHQD.shape[-1] ** -0.5 if scale is None else scale
+    scores_NHQK = torch.tanh(q_NHQD @ k_NHKD.transpose(-1, -2) * (scale / cap)) * cap
+    if mask_QK is None:
+        mask_QK = scores_NHQK.new_ones(scores_NHQK.shape[-2:], dtype=torch.bool).tril()
+    scores_NHQK = scores_NHQK.masked_fill(~mask_QK, -torch.inf)
+    return torch.softmax(scores_NHQK, -1, dtype=torch.float32).to(q_NHQD.dtype) @ v_NHKD
 
 
 def _gathered(values: Tensor, index: Tensor | None) -> Tensor:

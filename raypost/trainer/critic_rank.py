@@ -9,6 +9,7 @@ from __future__ import annotations
 import time
 from pathlib import Path
 
+import numpy as np
 from torch import Tensor
 
 from raypost.config import Config
@@ -21,8 +22,8 @@ from raypost.trainer.policy import Critic, load_model, pair_cost
 from raypost.trainer.rank import Part, Rank, batch_metrics, begin
 from raypost.trainer.self_check import check_packing
 from raypost.trainer.step_sums import ValueSums
-from raypost.trainer.token_advantages import TokenAdvantages
-from raypost.trainer.train_batch import Column
+from raypost.trainer.token_advantages import TokenAdvantages, TokenValues
+from raypost.trainer.train_batch import Sample
 
 
 class CriticRank(Rank):
@@ -36,16 +37,30 @@ class CriticRank(Rank):
         rule = packing_rule(train, pair_cost(model))
         critic = Critic(model)
         engine = Engine(config, critic, rank, world_size, kind="critic")
-        super().__init__(config, engine, rule, rank, world_size)
+        vocab_size = model.config.get_text_config().vocab_size
+        super().__init__(config, engine, rule, rank, world_size, vocab_size=vocab_size)
         if train.packing:
             check_packing(engine, critic, config.max_model_len)
 
-    def compute_values(self, packed: PackedGroups) -> Column:
-        """Value of the state in which each trained token was chosen. A collective."""
-        return self._column(packed, self._forward)
+    def compute_values(self, packed: PackedGroups) -> TokenValues:
+        """Value of the state in which each trained token was chosen, and after what was cut off. A collective."""
+        batch = self._plan(packed)
+        asked: list[Sample] = []
+        more = 0
+        for sample in batch.samples:
+            start = sample.start + more
+            asked.append(sample.with_one_more(start) if sample.cut_off else Sample(sample.state, start))
+            more += sample.cut_off
+        column = self._column_of(asked, batch.num_tokens + more, self._forward)
+        values, after = np.zeros(batch.num_tokens, np.float32), np.zeros(batch.num_tokens, np.float32)
+        for sample, one in zip(batch.samples, asked, strict=True):
+            values[sample.places] = column[one.places[: sample.num_trained]]
+            if sample.cut_off:
+                after[sample.last] = column[one.last]
+        return TokenValues(values, after)
 
     def train(
-        self, packed: PackedGroups, step: int, advantages: TokenAdvantages, values: Column
+        self, packed: PackedGroups, step: int, advantages: TokenAdvantages, values: TokenValues
     ) -> dict[str, float]:
         """All optimizer steps on the returns of a batch; `values`: the critic's before the first.
 
@@ -61,7 +76,7 @@ class CriticRank(Rank):
 
         def loss_of(part: Part) -> Tensor:
             values_T = self._forward(part.micro)
-            before_T = self._tensor(values[part.micro.places_T])
+            before_T = self._tensor(values.values[part.micro.places_T])
             returns_T = self._tensor(returns[part.micro.places_T])
             terms = value_loss(values_T, before_T, returns_T, part.scales_T, self._train.loss.value_clip)
             sums.add(values_T, returns_T, terms)
@@ -77,6 +92,6 @@ class CriticRank(Rank):
         )
         return values_T
 
-    def save_hf(self, path: Path) -> None:
+    def save_hf(self, path: Path, ema: bool = False) -> None:
         """A critic is no language model. Raises CheckpointError."""
         raise CheckpointError(f"{path}: a critic has no Hugging Face form; save it as a checkpoint")

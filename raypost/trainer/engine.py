@@ -30,15 +30,19 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from deepspeed.utils import logger as deepspeed_logger
+from deepspeed.utils import safe_get_full_fp32_param, safe_set_full_fp32_param
 from torch import Tensor, nn
 
 from raypost.config import Config
 from raypost.errors import CheckpointError
-from raypost.trainer.lora import MergedWeight
+from raypost.trainer.lora import Weight
+from raypost.trainer.offload import tensors_of
 from raypost.weights import Bytes
 
 _DAMAGE = (OSError, EOFError, ValueError, RuntimeError, KeyError, AssertionError, pickle.UnpicklingError)
 """What reading a damaged checkpoint, or one of another model, raises somewhere below."""
+_MASTERS = ("fp32_partitioned_groups_flat", "single_partition_of_fp32_groups", "fp32_groups_flat_partition")
+"""Where DeepSpeed's optimizers keep float32 weights: at ZeRO 3, at 1 and 2, and without ZeRO in bfloat16."""
 _TAG = "deepspeed"
 _UNIVERSAL = "universal"
 _META = "trainer.json"
@@ -65,6 +69,16 @@ class Engine:
             config=_deepspeed_config(config, world_size),
             dist_init_required=False,
         )
+
+    def states(self) -> Iterator[Tensor]:
+        """Weights, frozen ones too, gradients, the optimizer's state, and what ZeRO keeps of each."""
+        module = self.module
+        return tensors_of(self._engine.optimizer, list(module.parameters()), list(module.buffers()))
+
+    def scratch(self) -> Iterator[Tensor]:
+        """Those of them that hold nothing between steps: the buffers in which gradients are summed, gigabytes."""
+        buckets = getattr(self._engine.optimizer, "ipg_buckets", {})
+        return tensors_of([bucket.buffer for bucket in buckets.values()])
 
     def close(self) -> None:
         """Let go of the model, and leave the process group. The engine is of no use afterwards."""
@@ -122,7 +136,7 @@ class Engine:
     # ---------------------------------------------------------------- weights
 
     def gather(
-        self, weights: Iterator[tuple[str, Tensor | MergedWeight]], dtype: torch.dtype
+        self, weights: Iterator[tuple[str, Weight]], dtype: torch.dtype
     ) -> Iterator[tuple[str, Bytes, str, tuple[int, ...]]]:
         """(name, flat bytes, dtype, shape) of every weight, on rank 0; nothing elsewhere.
 
@@ -136,11 +150,39 @@ class Engine:
                     for name, weight in chunk:
                         yield name, *_as_bytes(weight, dtype)
 
+    def trained_weights(self) -> Iterator[tuple[str, Tensor]]:
+        """Parameters that the optimizer changes, under the names that the model gives them."""
+        yield from ((name, one) for name, one in self.module.named_parameters() if one.requires_grad)
+
+    def optimized_weights(self) -> list[Tensor]:
+        """What the optimizer's step changes, float32: this rank's flat partitions, or the parameters themselves where
+        they are float32 and whole."""
+        for name in _MASTERS:
+            if parts := getattr(self._engine.optimizer, name, None):
+                return list(parts)
+        return [weight for _, weight in self.trained_weights()]
+
+    def whole_weight(self, weight: Tensor) -> Tensor:
+        """The optimizer's float32 value of one of `trained_weights`, in its whole shape. A collective."""
+        whole: Tensor | None = safe_get_full_fp32_param(weight)
+        return weight.detach() if whole is None else whole
+
+    def set_whole_weight(self, weight: Tensor, value: Tensor) -> None:
+        """Give one of `trained_weights` another value in the optimizer; the model does not see it. Raises ValueError
+        for another shape."""
+        shape = getattr(weight, "ds_shape", weight.shape)
+        if value.shape != shape:
+            raise ValueError(f"a weight of shape {tuple(shape)} got a value of shape {tuple(value.shape)}")
+        value = value.to(self.device)
+        if safe_get_full_fp32_param(weight) is None:
+            weight.data.copy_(value)
+        else:
+            safe_set_full_fp32_param(weight, value)
+
     # ---------------------------------------------------------------- state
 
     def save(self, path: Path, state: dict[str, Any]) -> None:
-        """Write optimizer, weights, random state and `state` below `path`; every rank writes its shard."""
-        state = state | {"rng": torch.get_rng_state()}
+        """Write optimizer, weights and `state` below `path`; every rank writes its shard."""
         # Under a name of our own: DeepSpeed keeps its counters beside, and would win.
         self._engine.save_checkpoint(str(path), tag=_TAG, client_state={"raypost": state}, save_latest=False)
         if self._rank == 0:
@@ -174,7 +216,6 @@ class Engine:
         if found is None:
             raise CheckpointError(f"{path / _TAG} holds no DeepSpeed state")
         restored: dict[str, Any] = state["raypost"]
-        torch.set_rng_state(restored.pop("rng").cpu())
         return restored
 
     def _load_elsewhere(self, path: Path) -> tuple[str | None, dict[str, Any]]:
@@ -234,6 +275,10 @@ class Frozen:
     def __call__(self, *args: Any) -> Any:
         """The model's forward pass."""
         return self._module(*args)
+
+    def states(self) -> Iterator[Tensor]:
+        """Its weights, and what ZeRO keeps of each."""
+        return tensors_of(list(self._module.parameters()), list(self._module.buffers()))
 
 
 def _make_universal(source: Path, target: Path) -> None:
@@ -306,6 +351,9 @@ def start_process_group(config: Config, rank: int, world_size: int) -> None:
 
 def _deepspeed_config(config: Config, world_size: int) -> dict[str, Any]:
     train = config.train
+    offload: dict[str, Any] = {}
+    if train.offload_optimizer:
+        offload["offload_optimizer"] = {"device": "cpu", "pin_memory": config.device == "cuda"}
     return {
         # Micro-batches differ in size and number: the engine is told where a minibatch ends.
         "train_micro_batch_size_per_gpu": 1,
@@ -315,6 +363,7 @@ def _deepspeed_config(config: Config, world_size: int) -> dict[str, Any]:
         "zero_optimization": {
             "stage": train.zero_stage,
             "overlap_comm": config.device == "cuda" and train.zero_stage > 1,
+            **offload,
         },
         "zero_allow_untested_optimizer": True,
         "zero_force_ds_cpu_optimizer": False,
@@ -323,18 +372,16 @@ def _deepspeed_config(config: Config, world_size: int) -> dict[str, Any]:
     }
 
 
-def _parts(weight: Tensor | MergedWeight) -> tuple[Tensor, ...]:
-    return weight.parts if isinstance(weight, MergedWeight) else (weight,)
+def _parts(weight: Weight) -> tuple[Tensor, ...]:
+    return (weight,) if isinstance(weight, Tensor) else weight.parts
 
 
-def _size(weight: Tensor | MergedWeight) -> int:
+def _size(weight: Weight) -> int:
     return sum(getattr(part, "ds_numel", part.numel()) * part.element_size() for part in _parts(weight))
 
 
-def _chunks(
-    weights: Iterator[tuple[str, Tensor | MergedWeight]], max_bytes: int
-) -> Iterator[list[tuple[str, Tensor | MergedWeight]]]:
-    chunk: list[tuple[str, Tensor | MergedWeight]] = []
+def _chunks(weights: Iterator[tuple[str, Weight]], max_bytes: int) -> Iterator[list[tuple[str, Weight]]]:
+    chunk: list[tuple[str, Weight]] = []
     for name, weight in weights:
         if chunk and sum(_size(other) for _, other in chunk) + _size(weight) > max_bytes:
             yield chunk
@@ -344,8 +391,8 @@ def _chunks(
         yield chunk
 
 
-def _as_bytes(weight: Tensor | MergedWeight, dtype: torch.dtype) -> tuple[Bytes, str, tuple[int, ...]]:
-    tensor = weight.value() if isinstance(weight, MergedWeight) else weight.detach()
+def _as_bytes(weight: Weight, dtype: torch.dtype) -> tuple[Bytes, str, tuple[int, ...]]:
+    tensor = weight.detach() if isinstance(weight, Tensor) else weight.value()
     if tensor.is_floating_point():
         tensor = tensor.to(dtype)
     flat = tensor.cpu().contiguous().reshape(-1).view(torch.uint8).numpy()

@@ -230,6 +230,14 @@ def policy_objective(
     return LossTerms(loss, policy.detach(), kl.detach(), ratio_T, clipped_T, kl_T)
 
 
+def sft_loss(logprobs_T: Tensor, scales_T: Tensor, coefficient: float = 1.0) -> Tensor:
+    """Cross entropy of supervised tokens, to be added to the policy's loss: -coefficient * sum_T scale * logprob.
+
+    `scales_T`: `sequence_scales` of the optimizer step's supervised sequences alone, over all ranks and micro-batches.
+    """
+    return -coefficient * (scales_T * logprobs_T).sum()
+
+
 @dataclass(frozen=True, slots=True)
 class ValueTerms:
     """The critic's loss of a micro-batch (scalar, with gradient) and which tokens its clip decided."""

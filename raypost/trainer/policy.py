@@ -1,19 +1,22 @@
 """The language model as the trainer sees it: token ids in, logprobs of chosen tokens (or values) out.
 
-Owns building the Hugging Face model, running its head on the trained positions only, and the names its
-weights have in a checkpoint. Knows nothing of DeepSpeed, ranks or losses.
+Owns reading and writing the Hugging Face model, and running its head on the trained positions only. Knows nothing of
+DeepSpeed, ranks or losses.
 
 Axes: B sequences, L positions, T chosen tokens, V vocabulary, H hidden.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import shutil
+from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig, PreTrainedModel
+from transformers.utils import GENERATION_CONFIG_NAME
 from transformers.utils import logging as transformers_logging
 
 from raypost.errors import ConfigError
@@ -31,10 +34,30 @@ def load_model(model_path: str, dtype: str, gradient_checkpointing: bool = False
     for name in vars(config):
         if "dropout" in name and isinstance(getattr(config, name), float):
             setattr(config, name, 0.0)
-    model = AutoModelForCausalLM.from_pretrained(model_path, config=config, dtype=DTYPES[dtype])
+    # PyTorch's fused attention would leave out what these models do to their scores, in silence.
+    capped = getattr(config.get_text_config(), "attn_logit_softcapping", None)
+    model = AutoModelForCausalLM.from_pretrained(
+        model_path, config=config, dtype=DTYPES[dtype], attn_implementation="eager" if capped else None
+    )
     if gradient_checkpointing:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     return model.train()
+
+
+def save_model(model: PreTrainedModel, weights: Mapping[str, Tensor], source: Path, target: Path) -> None:
+    """Write `target` as a complete Hugging Face folder: `weights` under their checkpoint names (safetensors), and the
+    configuration, generation settings and tokenizer of `source`, which the model was loaded from."""
+    own, settings = model.generation_config, source / GENERATION_CONFIG_NAME
+    try:
+        if settings.is_file():
+            # Many models come with settings that contradict each other, which transformers reads but does not write.
+            model.generation_config = GenerationConfig()
+        model.save_pretrained(str(target), state_dict=dict(weights), save_original_format=False)
+    finally:
+        model.generation_config = own
+    if settings.is_file():
+        shutil.copyfile(settings, target / GENERATION_CONFIG_NAME)
+    AutoTokenizer.from_pretrained(source).save_pretrained(target)
 
 
 def pair_cost(model: PreTrainedModel) -> float:
@@ -137,14 +160,6 @@ class Policy(_Model):
         finally:
             self._index_T = None
         return sampled_logprobs(logits_TV, targets_T, sampling, self._entropy_gradient)
-
-    def named_weights(self) -> Iterator[tuple[str, Tensor]]:
-        """Parameters and saved buffers under their names in a Hugging Face checkpoint, tied ones once."""
-        yield from self.model.named_parameters()
-        parameters = {name for name, _ in self.model.named_parameters(remove_duplicate=False)}
-        for name, tensor in self.model.state_dict(keep_vars=True).items():
-            if name not in parameters:
-                yield name, tensor
 
 
 class Critic(_Model):

@@ -20,22 +20,39 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from transformers import AutoTokenizer
 
 from raypost.algorithm_config import LOSSES
 from raypost.config import Config
 from raypost.packed import PackedGroups
+from raypost.tokenizer import Tokenizer
+from raypost.trainer.average import WeightAverage
+from raypost.trainer.checkpoint_names import CheckpointNames, named_weights
 from raypost.trainer.corrections import correct, proximal_logprobs
 from raypost.trainer.engine import Engine, Frozen
 from raypost.trainer.head import Sampling
-from raypost.trainer.lora import MergedWeight, add_adapters, merged_weights, without_adapters
-from raypost.trainer.losses import LossTokens, load_policy_loss, policy_objective
+from raypost.trainer.lora import (
+    MergedWeight,
+    Weight,
+    adapter_factors,
+    adapter_scales,
+    add_adapters,
+    base_weights,
+    merged_weights,
+    without_adapters,
+)
+from raypost.trainer.losses import LossTokens, load_policy_loss, policy_objective, sft_loss
 from raypost.trainer.packing import MicroBatch, packing_rule
-from raypost.trainer.policy import DTYPES, Policy, load_model, pair_cost
-from raypost.trainer.rank import Part, Rank, batch_metrics, begin
+from raypost.trainer.policy import DTYPES, Policy, load_model, pair_cost, save_model
+from raypost.trainer.rank import Beside, Part, Rank, batch_metrics, begin
 from raypost.trainer.self_check import check_head, check_packing
+from raypost.trainer.sft import SftExamples
 from raypost.trainer.step_sums import StepSums
-from raypost.trainer.token_advantages import TokenAdvantages, token_advantages, with_advantage
+from raypost.trainer.token_advantages import (
+    TokenAdvantages,
+    TokenValues,
+    token_advantages,
+    with_advantage,
+)
 from raypost.trainer.train_batch import Column
 from raypost.types import FloatArray, IntArray
 from raypost.weights import Bytes
@@ -61,20 +78,28 @@ class PolicyRank(Rank):
         begin(config, rank, world_size)
         self._model_path = model_path
         model = load_model(model_path, config.model.dtype, train.gradient_checkpointing)
-        cost = pair_cost(model)
+        cost, self._names = pair_cost(model), CheckpointNames(model)
         if train.lora is not None:
             add_adapters(model, train.lora)
         self._policy = Policy(model, train.logits_mb * 2**20)
         self._policy.set_entropy_gradient(train.loss.entropy_coefficient != 0)
         rule = packing_rule(train, cost)
         engine = Engine(config, self._policy, rank, world_size, kind="policy")
-        super().__init__(config, engine, rule, rank, world_size)
+        vocab_size = model.config.get_text_config().vocab_size
+        super().__init__(config, engine, rule, rank, world_size, vocab_size=vocab_size)
         self._policy_loss = load_policy_loss(train.loss.kind)
         check_head(engine, self._policy)
         if train.packing:
             check_packing(engine, self._policy, config.max_model_len)
+        self._examples: SftExamples | None = None
+        if train.sft is not None:
+            tokenizer = Tokenizer.load(model_path)
+            self._examples = SftExamples(train.sft, tokenizer, config.seed, config.max_model_len)
+        self._average: WeightAverage | None = None
+        if train.ema_decay is not None:
+            self._average = WeightAverage(engine, train.ema_decay, rank)
         self._reference: Frozen | None = None
-        if train.needs_ref_logprobs and train.lora is None:
+        if train.needs_ref_logprobs and train.lora is None and train.loss.kl.pool is None:
             self._reference = self._frozen_reference()
 
     def _frozen_reference(self) -> Frozen:
@@ -87,6 +112,13 @@ class PolicyRank(Rank):
         reference.set_packed(self._policy.packed)
         return frozen
 
+    def _states(self) -> Iterator[Tensor]:
+        yield from super()._states()
+        if self._reference is not None:
+            yield from self._reference.states()
+        if self._average is not None:
+            yield from self._average.parts
+
     # ---------------------------------------------------------------- one step, call by call
 
     def compute_old_logprobs(self, packed: PackedGroups) -> Column:
@@ -97,6 +129,10 @@ class PolicyRank(Rank):
         """The same under the frozen reference. A collective. Raises ValueError without one."""
         if not self._train.needs_ref_logprobs:
             raise ValueError("there is no reference: it is loaded if train.loss.kl.coefficient is positive")
+        if (pool := self._train.loss.kl.pool) is not None:
+            raise ValueError(
+                f"the reference is on the engines of train.loss.kl.pool {pool.name!r}: ask those"
+            )
         if self._reference is None:
             # The adapters are all that sets the policy apart from what it was.
             with without_adapters(self._policy.model):
@@ -108,7 +144,7 @@ class PolicyRank(Rank):
         packed: PackedGroups,
         old_logprobs: Column | None = None,
         ref_logprobs: Column | None = None,
-        values: Column | None = None,
+        values: TokenValues | None = None,
     ) -> TokenAdvantages:
         """Advantages of the batch's tokens, and with values the critic's returns. No collective."""
         train = self._train
@@ -150,7 +186,10 @@ class PolicyRank(Rank):
             active=with_advantage(advantages.advantages) if idle else None,
             aggregation=loss.aggregation,
             constant_length=loss.constant_length or max(task.max_tokens for task in self._config.tasks),
+            beside=self._beside(step, sums),
         )
+        if self._average is not None and "grad_norm" in metrics:
+            self._average.update()
         metrics |= sums.reduced(self._engine.device).metrics(self._num_updates)
         return self._finish(step, batch_metrics(batch) | metrics, start)
 
@@ -163,6 +202,21 @@ class PolicyRank(Rank):
         ref = self.compute_ref_logprobs(packed) if self._train.needs_ref_logprobs else None
         advantages = self.compute_advantages(packed, old, ref)
         return self._finish(step, self.train(packed, step, advantages, old, ref), start)
+
+    def _beside(self, step: int, sums: StepSums) -> Beside | None:
+        """The supervised examples of a train step."""
+        sft = self._train.sft
+        if sft is None or self._examples is None:
+            return None
+        coefficient = sft.coefficient
+
+        def loss_of(part: Part) -> Tensor:
+            logprobs_T, _ = self._forward(part.micro)
+            loss = sft_loss(logprobs_T, part.scales_T, coefficient)
+            sums.add_sft(logprobs_T, loss)
+            return loss
+
+        return Beside(self._examples.of_updates(step, self._num_updates), loss_of)
 
     def _loss(self, part: Part, inputs: _StepInputs) -> Tensor:
         micro, train = part.micro, self._train
@@ -205,6 +259,21 @@ class PolicyRank(Rank):
         )
         return logprobs_T, entropy_T
 
+    # ---------------------------------------------------------------- state
+
+    def save(self, path: Path) -> None:
+        """As of any rank, and the weights' average."""
+        super().save(path)
+        if self._average is not None:
+            self._average.save(path)
+
+    def load(self, path: Path) -> int:
+        """As of any rank, and the weights' average. Raises CheckpointError without one, if this run keeps one."""
+        step = super().load(path)
+        if self._average is not None:
+            self._average.load(path)
+        return step
+
     # ---------------------------------------------------------------- logprobs and weights
 
     @torch.no_grad()
@@ -223,18 +292,56 @@ class PolicyRank(Rank):
 
         A collective at ZeRO 3: every rank must exhaust it. Bytes are valid only until the next are asked for.
         """
-        weights: Iterator[tuple[str, Tensor | MergedWeight]] = self._policy.named_weights()
-        if self._train.lora is not None:
-            weights = merged_weights(self._policy.named_weights(), self._policy.model)
+        return self._stored(self._whole_weights())
+
+    def gather_average(self) -> Iterator[tuple[str, Bytes, str, tuple[int, ...]]]:
+        """As `gather_weights`, of the weights' moving average. Raises ValueError without one."""
+        if self._average is None:
+            raise ValueError("there is no average of the weights: it is kept if train.ema_decay is set")
+        with self._average.in_place():
+            yield from self._stored(self._average.averaged(self._whole_weights()))
+
+    def gather_base(self) -> Iterator[tuple[str, Bytes, str, tuple[int, ...]]]:
+        """As `gather_weights`, without what adapters add: what stays as it is for the whole run."""
+        return self._stored(base_weights(named_weights(self._policy.model)))
+
+    def gather_adapters(self) -> Iterator[tuple[str, Bytes, str, tuple[int, ...]]]:
+        """As `gather_weights`, of the factors of the adapters alone, named after their matrices with DOWN and UP."""
+        for name, data, dtype, shape in self._gathered(adapter_factors(self._policy.model)):
+            matrix, dot, factor = name.rpartition(".")
+            yield f"{self._names.one(matrix)}{dot}{factor}", data, dtype, shape
+
+    @property
+    def adapter_scales(self) -> dict[str, float]:
+        """What the product of an adapter's factors counts, by the checkpoint name of its matrix."""
+        return {self._names.one(name): scale for name, scale in adapter_scales(self._policy.model).items()}
+
+    def _whole_weights(self) -> Iterator[tuple[str, Tensor | MergedWeight]]:
+        weights = named_weights(self._policy.model)
+        return weights if self._train.lora is None else merged_weights(weights, self._policy.model)
+
+    def _gathered(
+        self, weights: Iterator[tuple[str, Weight]]
+    ) -> Iterator[tuple[str, Bytes, str, tuple[int, ...]]]:
         return self._engine.gather(weights, DTYPES[self._config.model.dtype])
 
-    def save_hf(self, path: Path) -> None:
-        """Write the model as a Hugging Face folder (safetensors) with its tokenizer. A collective."""
+    def _stored(
+        self, weights: Iterator[tuple[str, Weight]]
+    ) -> Iterator[tuple[str, Bytes, str, tuple[int, ...]]]:
+        """Under the names, and in the parts, that a checkpoint has."""
+        for name, data, dtype, shape in self._gathered(weights):
+            whole = torch.from_numpy(data).view(getattr(torch, dtype)).reshape(shape)
+            for stored, tensor in self._names.stored(name, whole):
+                flat = tensor.contiguous().reshape(-1).view(torch.uint8).numpy()
+                yield stored, flat, dtype, tuple(tensor.shape)
+
+    def save_hf(self, path: Path, ema: bool = False) -> None:
+        """Write the model as a Hugging Face folder (safetensors) with its tokenizer; with `ema` its weights' moving
+        average. A collective. Raises ValueError if `ema` and there is none."""
         state = {}
-        for name, data, dtype, shape in self.gather_weights():
+        for name, data, dtype, shape in self.gather_average() if ema else self.gather_weights():
             flat = torch.from_numpy(data.copy()).view(getattr(torch, dtype))
             state[name] = flat.reshape(shape)
         if self._rank == 0:
-            self._policy.model.save_pretrained(str(path), state_dict=state)
-            AutoTokenizer.from_pretrained(self._model_path).save_pretrained(str(path))
+            save_model(self._policy.model, state, Path(self._model_path), path)
         dist.barrier()

@@ -14,7 +14,7 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -30,13 +30,13 @@ from raypost.packed import PackedGroups
 from raypost.train_config import TrainConfig
 from raypost.trainer.engine import Engine, start_process_group
 from raypost.trainer.losses import sequence_scales
+from raypost.trainer.memory import first_of, group_names, memory_named
+from raypost.trainer.offload import HostStates
 from raypost.trainer.packing import MicroBatch, PackingRule, micro_batches
-from raypost.trainer.train_batch import Column, Sample, TrainBatch, plan_batch
+from raypost.trainer.random_state import load_random_state, save_random_state
+from raypost.trainer.train_batch import Column, Limits, Sample, TrainBatch, plan_batch
 
 log = logging.getLogger(__name__)
-
-_NAMED_GROUPS = 16
-"""Groups that a log line names at most."""
 
 
 def learning_rate(train: TrainConfig, step: int) -> float:
@@ -65,12 +65,46 @@ class Part:
     scales_T: Tensor
 
 
+LossOf = Callable[[Part], Tensor]
+"""The loss of a micro-batch, this rank's part of a sum."""
+
+
+@dataclass(frozen=True, slots=True)
+class Beside:
+    """What a train step learns beside its batch."""
+
+    updates: list[list[Sample]]
+    """The samples of each of its optimizer steps; their tokens count alike."""
+    loss_of: LossOf
+
+
+@dataclass(frozen=True, slots=True)
+class _Work:
+    """Micro-batches of one kind of an optimizer step. Equally many on every rank."""
+
+    micros: list[MicroBatch]
+    scale_of: dict[int, float]
+    """Of a trained token, by the id of its sample."""
+    loss_of: LossOf
+
+
 class Rank:
     """One rank's share of the training of one model."""
 
-    def __init__(self, config: Config, engine: Engine, rule: PackingRule, rank: int, world_size: int) -> None:
+    def __init__(
+        self,
+        config: Config,
+        engine: Engine,
+        rule: PackingRule,
+        rank: int,
+        world_size: int,
+        *,
+        vocab_size: int,
+    ) -> None:
         self._config, self._train, self._engine, self._rule = config, config.train, engine, rule
+        self._limits = Limits(vocab_size, config.max_model_len)
         self._rank, self._world_size = rank, world_size
+        self._lent = HostStates(engine.device)
         self._step, self._skipped_steps = 0, 0
         self._metrics: dict[str, float] = {}
         self._planned: tuple[PackedGroups, TrainBatch] | None = None
@@ -84,12 +118,32 @@ class Rank:
         """Leave the process group. The rank is of no use afterwards."""
         self._engine.close()
 
+    # ---------------------------------------------------------------- the device
+
+    @property
+    def is_offloaded(self) -> bool:
+        """Whether the device is lent to others: nothing but `reload` and `close` may be called."""
+        return self._lent.is_lent
+
+    def offload(self) -> None:
+        """Lend the memory of all that lasts from step to step to others. Idempotent. See HostStates."""
+        self._lent.offload(self._states(), self._engine.scratch())
+
+    def reload(self) -> None:
+        """Take it back, as it was. Idempotent."""
+        self._lent.reload()
+
+    def _states(self) -> Iterator[Tensor]:
+        """All that lasts from step to step."""
+        return self._engine.states()
+
     # ---------------------------------------------------------------- the batch
 
     def _plan(self, packed: PackedGroups) -> TrainBatch:
         if self._planned is None or self._planned[0] is not packed:
             train = self._train
-            batch = plan_batch(packed, train.advantage.smallest_group, train.num_minibatches)
+            smallest = train.advantage.smallest_group
+            batch = plan_batch(packed, smallest, train.num_minibatches, self._limits)
             self._planned = packed, batch
         return self._planned[1]
 
@@ -99,10 +153,16 @@ class Rank:
     def _column(self, packed: PackedGroups, compute: Callable[[MicroBatch], Tensor]) -> Column:
         """What `compute` gives for the trained tokens of all samples, over all ranks; 0 for other tokens."""
         batch = self._plan(packed)
-        column = np.zeros(batch.num_tokens, np.float32)
+        return self._column_of(batch.samples, batch.num_tokens, compute)
+
+    def _column_of(
+        self, samples: Sequence[Sample], length: int, compute: Callable[[MicroBatch], Tensor]
+    ) -> Column:
+        column = np.zeros(length, np.float32)
         with torch.no_grad():
-            for micro in self._micro_batches(batch.samples):
-                column[micro.places_T] = compute(micro).float().cpu().numpy()
+            for micro in self._micro_batches(samples):
+                with memory_named(micro, f"rank {self._rank}"):
+                    column[micro.places_T] = compute(micro).float().cpu().numpy()
         return self._engine.summed(column)
 
     def _tensor(self, array: np.ndarray) -> Tensor:
@@ -126,59 +186,64 @@ class Rank:
         self,
         packed: PackedGroups,
         step: int,
-        loss_of: Callable[[Part], Tensor],
+        loss_of: LossOf,
         *,
         active: Callable[[Sample], bool] | None = None,
         aggregation: Any = "token",
         constant_length: int | None = None,
+        beside: Beside | None = None,
     ) -> dict[str, float]:
         """All optimizer steps of a train step; returns learning rate, gradient norm and steps skipped so far.
 
-        Samples that are not `active` are not computed, since their loss is 0, but they count in the scales.
+        Samples that are not `active` are not computed, since their loss is 0, but they count in the scales. A
+        gradient norm there is if an optimizer step was made.
         """
         torch.manual_seed(self._config.seed * 1_000_003 + step)
         batch, norms = self._plan(packed), []
         if batch.left_out and self._rank == 0:
-            log.warning("step %d leaves out %s", step, _first(batch.left_out))
+            log.warning("step %d leaves out %s", step, first_of(batch.left_out))
         rate = learning_rate(self._train, step)
         self._engine.set_learning_rate(rate)
-        for _ in range(self._train.num_epochs):
-            for groups in batch.minibatches:
-                samples = [sample for group in groups for sample in group]
-                if not samples:
-                    self._skip(step, samples, "nothing is trainable")
-                    continue
+        for update, groups in enumerate(batch.minibatches * self._train.num_epochs):
+            samples = [sample for group in groups for sample in group]
+            others = beside.updates[update] if beside is not None else []
+            work = []
+            if samples:
                 lengths = [sample.num_trained for sample in samples]
                 scales = sequence_scales(aggregation, lengths, constant_length)
-                scale_of = {id(sample): scale for sample, scale in zip(samples, scales, strict=True)}
                 computed = [sample for sample in samples if active is None or active(sample)]
-                self._accumulate(self._micro_batches(computed), scale_of, step, loss_of)
-                norm = self._engine.apply()
-                if math.isfinite(norm):
-                    norms.append(norm)
-                else:
-                    self._skip(step, samples, "the gradient is not finite")
+                work.append(_Work(self._micro_batches(computed), _by_sample(samples, scales), loss_of))
+            if others and beside is not None:
+                scales = sequence_scales("token", [sample.num_trained for sample in others])
+                work.append(_Work(self._micro_batches(others), _by_sample(others, scales), beside.loss_of))
+            if not work:
+                self._skip(step, samples, "nothing is trainable")
+                continue
+            self._accumulate(work, step)
+            norm = self._engine.apply()
+            if math.isfinite(norm):
+                norms.append(norm)
+            else:
+                self._skip(step, samples + others, "the gradient is not finite")
         metrics = {"lr": rate, "skipped_steps": float(self._skipped_steps)}
         if norms:
             metrics["grad_norm"] = sum(norms) / len(norms)
         return metrics
 
-    def _accumulate(
-        self,
-        plan: list[MicroBatch],
-        scale_of: dict[int, float],
-        step: int,
-        loss_of: Callable[[Part], Tensor],
-    ) -> None:
-        for j, micro in enumerate(plan):
-            scales_N = np.asarray([scale_of[id(sample)] for sample in micro.samples], np.float32)
-            loss = loss_of(Part(micro, self._tensor(scales_N[micro.sample_T])))
-            if not self._engine.backward(loss, last=j == len(plan) - 1):
-                keys = _first(sorted({str(sample.key) for sample in micro.samples}))
-                log.warning(
-                    "step %d, rank %d: the loss of a micro-batch is not finite; its groups: %s",
-                    step, self._rank, keys,
-                )  # fmt: skip
+    def _accumulate(self, work: list[_Work], step: int) -> None:
+        left = sum(len(one.micros) for one in work)
+        for one in work:
+            for micro in one.micros:
+                left -= 1
+                scales_N = np.asarray([one.scale_of[id(sample)] for sample in micro.samples], np.float32)
+                with memory_named(micro, f"step {step}, rank {self._rank}"):
+                    loss = one.loss_of(Part(micro, self._tensor(scales_N[micro.sample_T])))
+                    finite = self._engine.backward(loss, last=left == 0)
+                if not finite:
+                    log.warning(
+                        "step %d, rank %d: the loss of a micro-batch is not finite; its groups: %s",
+                        step, self._rank, first_of(group_names(micro.samples)),
+                    )  # fmt: skip
 
     def _finish(self, step: int, metrics: dict[str, float], start: float) -> dict[str, float]:
         """Count the step as trained; `start`: the monotonic time it began."""
@@ -190,7 +255,7 @@ class Rank:
     def _skip(self, step: int, samples: Sequence[Sample], why: str) -> None:
         self._skipped_steps += 1
         if self._rank == 0:
-            keys = _first(sorted({str(sample.key) for sample in samples}))
+            keys = first_of(group_names(samples))
             log.warning("step %d: an optimizer step is skipped, %s; groups: %s", step, why, keys or "none")
 
     @property
@@ -203,10 +268,13 @@ class Rank:
     def save(self, path: Path) -> None:
         """Write optimizer, weights, step and random state below `path`; every rank writes its shard."""
         self._engine.save(path, {"step": self._step, "skipped_steps": self._skipped_steps})
+        save_random_state(path, self._rank)
 
     def load(self, path: Path) -> int:
         """Restore what `save` wrote; returns the step. Raises CheckpointError if it does not fit."""
         state = self._engine.load(path)
+        if not load_random_state(path, self._rank):
+            log.warning("%s has no random state of rank %d: it was saved with fewer ranks", path, self._rank)
         self._step, self._skipped_steps = int(state["step"]), int(state["skipped_steps"])
         self._metrics, self._planned = {}, None
         return self._step
@@ -224,6 +292,5 @@ def batch_metrics(batch: TrainBatch) -> dict[str, float]:
     return metrics
 
 
-def _first(items: Sequence[str]) -> str:
-    more = len(items) - _NAMED_GROUPS
-    return ", ".join(items[:_NAMED_GROUPS]) + (f" and {more} more" if more > 0 else "")
+def _by_sample(samples: Sequence[Sample], scales_N: np.ndarray) -> dict[int, float]:
+    return {id(sample): float(scale) for sample, scale in zip(samples, scales_N, strict=True)}

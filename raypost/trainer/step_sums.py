@@ -18,14 +18,14 @@ from raypost.trainer.corrections import Correction
 from raypost.trainer.losses import LossTerms, LossTokens, ValueTerms
 from raypost.trainer.mismatch import LagSums
 
-_LOSS, _POLICY, _KL_LOSS, _TOKENS, _ENTROPY, _KEPT, _KL = range(7)
+_LOSS, _POLICY, _KL_LOSS, _TOKENS, _ENTROPY, _KEPT, _KL, _SFT, _SFT_TOKENS = range(9)
 
 
 class StepSums:
     """Sums and extremes over the tokens that this rank computed; `reduced`: over those of all ranks."""
 
     def __init__(self) -> None:
-        self._sums = np.zeros(7)
+        self._sums = np.zeros(9)
         self._lags = LagSums.zero()
 
     def add(
@@ -61,8 +61,14 @@ class StepSums:
             scalars = torch.stack([one.detach().double() for one in (terms.loss, terms.policy, terms.kl)])
         before, rollout, weights, ratio, clipped, keep, lags, entropy, kl = table
         kept = keep > 0
-        self._sums += (*scalars.tolist(), len(kept), entropy.sum(), kept.sum(), kl.sum())
+        self._sums += (*scalars.tolist(), len(kept), entropy.sum(), kept.sum(), kl.sum(), 0, 0)
         self._lags += LagSums.of(before, rollout, lags.astype(np.int64), weights, kept, ratio, clipped > 0)
+
+    def add_sft(self, logprobs_T: Tensor, loss: Tensor) -> None:
+        """Add a micro-batch of supervised examples; `loss`: what it adds to the loss."""
+        self._sums[_LOSS] += loss.item()
+        self._sums[_SFT] -= logprobs_T.detach().double().sum().item()
+        self._sums[_SFT_TOKENS] += len(logprobs_T)
 
     def reduced(self, device: torch.device) -> StepSums:
         """The same over all ranks. A collective."""
@@ -78,6 +84,8 @@ class StepSums:
         """The figures that exist: losses are means over minibatches, the rest are over tokens (see LagSums.metrics).
 
         entropy: nats a token. reference_kl: of kept tokens, nats; absent while it is 0, as without a reference.
+        sft_loss: cross entropy of the supervised tokens, of which there were sft_tokens, in nats a token and without
+        its coefficient; absent without examples.
         """
         metrics = {LOSS: self._sums[_LOSS] / num_minibatches}
         if self._sums[_TOKENS]:
@@ -86,6 +94,9 @@ class StepSums:
         if self._sums[_KL]:
             metrics["reference_kl"] = self._sums[_KL] / self._sums[_KEPT]
             metrics["kl_loss"] = self._sums[_KL_LOSS] / num_minibatches
+        if self._sums[_SFT_TOKENS]:
+            metrics["sft_loss"] = self._sums[_SFT] / self._sums[_SFT_TOKENS]
+            metrics["sft_tokens"] = self._sums[_SFT_TOKENS]
         metrics |= self._lags.metrics()
         return {name: float(value) for name, value in metrics.items() if math.isfinite(value)}
 

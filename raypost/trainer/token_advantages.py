@@ -26,6 +26,16 @@ class TokenAdvantages:
     """What the critic is to learn; None without a critic."""
 
 
+@dataclass(frozen=True, slots=True)
+class TokenValues:
+    """What the critic says of a batch: columns over its response tokens; 0 where it was not asked."""
+
+    values: Column
+    """Of the state in which each trained token was chosen."""
+    after: Column
+    """At the last token of a trajectory that was cut off there: of the state after it."""
+
+
 def token_advantages(
     batch: TrainBatch,
     config: AdvantageConfig,
@@ -33,12 +43,13 @@ def token_advantages(
     *,
     old_logprobs: Column | None = None,
     ref_logprobs: Column | None = None,
-    values: Column | None = None,
+    values: TokenValues | None = None,
 ) -> TokenAdvantages:
     """Advantages of all trainable samples.
 
-    With the KL divergence in the reward, both logprobs must be given; with `gae`, the values. Raises ValueError
-    naming the group that cannot be compared.
+    With the KL divergence in the reward, both logprobs must be given; with `gae`, the values. A trajectory that was
+    cut off could have gone on: for `gae` it is worth what the critic expects after its last token (arXiv
+    1712.00378), besides its reward. Raises ValueError naming the group that cannot be compared.
     """
     samples = batch.samples
     if not samples:
@@ -66,7 +77,10 @@ def token_advantages(
         group_names=[str(group[0].key) for group in batch.groups],
         sessions_N=[sample.session for sample in samples],
         token_rewards_M=token_rewards_M,
-        values_M=None if values is None else values[places_M].astype(np.float64),
+        values_M=None if values is None else values.values[places_M].astype(np.float64),
+        bootstrap_N=None
+        if values is None
+        else values.after[[one.last for one in samples]].astype(np.float64),
     )
     result = compute_advantages(scored, config)
 

@@ -11,17 +11,18 @@ they can be computed by one process and used by another, and each sample knows i
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
 
 from raypost.packed import PackedGroups, unpack_groups
-from raypost.types import Group, GroupKey, RolloutState, Status
+from raypost.types import NO_VERSION, Group, GroupKey, RolloutState, Status
 
 Column = NDArray[np.float32]
 
-
+_ROUNDING = 1e-4
+"""By how much a logprob may exceed 0."""
 SESSION = "session_id"
 """Key of `RolloutState.metadata` whose value the trajectories of one session share."""
 
@@ -64,6 +65,29 @@ class Sample:
         """Places of its trained tokens in the batch's columns."""
         return self.start + self.trained
 
+    @property
+    def last(self) -> int:
+        """Place of its last response token, trained or not."""
+        return self.start + self.state.num_tokens - 1
+
+    @property
+    def cut_off(self) -> bool:
+        """Whether a limit of tokens or turns ended it, not itself."""
+        return (self.state.finish_reason or "").lower() == "length"
+
+    def with_one_more(self, start: int) -> Sample:
+        """It at another place and with one token more, which is trained and has no meaning: what would predict it is
+        the state after the last."""
+        state = self.state
+        longer = replace(
+            state,
+            response_ids=np.append(state.response_ids, np.int32(0)),
+            logprobs=np.append(state.logprobs, np.float32(0)),
+            policy_versions=np.append(state.policy_versions, np.int32(NO_VERSION)),
+            response_mask=np.append(state.response_mask, True),
+        )
+        return Sample(longer, start)
+
 
 @dataclass(frozen=True, slots=True)
 class TrainBatch:
@@ -85,11 +109,24 @@ class TrainBatch:
         return [sample for group in self.groups for sample in group]
 
 
-def plan_batch(packed: PackedGroups, smallest_group: int, num_minibatches: int) -> TrainBatch:
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """What a model can read."""
+
+    vocab_size: int
+    max_tokens: int
+    """Of prompt and response together."""
+
+
+def plan_batch(
+    packed: PackedGroups, smallest_group: int, num_minibatches: int, limits: Limits | None = None
+) -> TrainBatch:
     """Split the groups in their order into minibatches of trainable samples.
 
-    A trajectory without a finite reward, with a status other than COMPLETED, without a trained token or with
-    logprobs that are not finite is left out; so is a group of which fewer than `smallest_group` are left.
+    Left out, each by its name, are trajectories that are not COMPLETED, without a finite reward, a prompt or a trained
+    token, longer than the limits, with ids outside the vocabulary, or with a trained token whose logprob is no
+    logarithm of a probability, whose policy is not known, or that was chosen greedily; and groups of which fewer than
+    `smallest_group` are left.
     """
     groups = unpack_groups(packed)
     first = np.cumsum([0, *packed.group_sizes]).tolist()
@@ -98,16 +135,19 @@ def plan_batch(packed: PackedGroups, smallest_group: int, num_minibatches: int) 
     minibatches: list[list[list[Sample]]] = []
     for part in np.array_split(np.arange(len(groups)), num_minibatches):
         members = [
-            _trainable(groups[g], starts[first[g] : first[g + 1]], smallest_group, left_out) for g in part
+            _trainable(groups[g], starts[first[g] : first[g + 1]], smallest_group, limits, left_out)
+            for g in part
         ]
         minibatches.append([group for group in members if group])
     return TrainBatch(minibatches, left_out, starts[-1])
 
 
-def _trainable(group: Group, starts: Sequence[int], smallest_group: int, left_out: list[str]) -> list[Sample]:
+def _trainable(
+    group: Group, starts: Sequence[int], smallest_group: int, limits: Limits | None, left_out: list[str]
+) -> list[Sample]:
     samples = []
     for state, start in zip(group.states, starts, strict=True):
-        reason = _untrainable(state)
+        reason = _untrainable(state) or _unreadable(state, limits)
         if reason is None:
             samples.append(Sample(state, start))
         else:
@@ -131,6 +171,29 @@ def _untrainable(state: RolloutState) -> str | None:
         return "the prompt is empty"
     if not state.response_mask.any():
         return "no token is trained"
-    if not np.isfinite(state.logprobs[state.response_mask]).all():
+    logprobs = state.logprobs[state.response_mask]
+    if not np.isfinite(logprobs).all():
         return "a trained token's logprob is not finite"
+    if logprobs.max() > _ROUNDING:
+        return f"a trained token's logprob is {logprobs.max():.3g}, above 0: no probability exceeds 1"
+    if state.policy_versions[state.response_mask].min() < 0:
+        return "a trained token has no policy version: mask what no policy produced"
+    if state.sample_params.temperature <= 0:
+        return f"temperature is {state.sample_params.temperature}: greedy tokens have no logprob to train"
+    return None
+
+
+def _unreadable(state: RolloutState, limits: Limits | None) -> str | None:
+    if limits is None:
+        return None
+    length = len(state.prompt_ids) + len(state.response_ids)
+    if length > limits.max_tokens:
+        return (
+            f"it has {length} tokens, more than {limits.max_tokens}, the longest max_prompt_tokens + max_tokens "
+            "of a task"
+        )
+    ids = np.concatenate([state.prompt_ids, state.response_ids])
+    outside = ids[(ids < 0) | (ids >= limits.vocab_size)]
+    if len(outside):
+        return f"token id {outside[0]} is outside the model's vocabulary of {limits.vocab_size}"
     return None

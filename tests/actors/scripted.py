@@ -18,20 +18,23 @@ from raypost.types import GenerateRequest, GenerateResult, WeightReport, WorkerS
 class ScriptedWorker(CallBatches):
     """Generates `max_tokens` tokens, one every `token_s` seconds, each carrying the version held then."""
 
-    def __init__(self, name: str, token_s: float = 0.0, lie: bool = False) -> None:
+    def __init__(self, name: str, token_s: float = 0.0, lie: bool = False, start_s: float = 0.0) -> None:
         super().__init__()
-        self.name, self.token_s, self.lie = name, token_s, lie
+        self.name, self.token_s, self.lie, self.start_s = name, token_s, lie, start_s
         self.version: int | None = None
         self.digest = ""
         self.gate_open = False
         self.running = 0
         self.mode: PauseMode | None = None
         self.started = False
+        self.sleeping: str | None = None
+        """What of its memory sleeps: all, kv_cache or None."""
 
     def __repr__(self) -> str:
         return self.name
 
     async def start(self) -> dict[str, Any]:
+        await asyncio.sleep(self.start_s)
         self.started = True
         return {"pid": os.getpid()}
 
@@ -79,11 +82,23 @@ class ScriptedWorker(CallBatches):
     async def resume(self, version: int) -> None:
         self.check_started()
         assert version == self.version
-        self.mode = None
+        self.mode = self.sleeping = None
         self.gate_open = True
 
+    async def sleep(self, keep_weights: bool) -> None:
+        assert not self.gate_open and not self.running, "a worker that serves cannot sleep"
+        if self.started:
+            self.sleeping = "all"
+            self.version = self.version if keep_weights else None
+
+    async def state(self) -> tuple[bool, str | None, int | None]:
+        """Whether it has an engine, what of that sleeps, and the version held."""
+        return self.started, self.sleeping, self.version
+
     async def load_weights(self, manifest: Any, *buckets: Any) -> WeightReport:
-        self.check_started()
+        self.started = True  # an engine that is missing is built by a load
+        if self.sleeping and self.version != manifest.version:
+            self.sleeping = "kv_cache"
         self.version, self.digest = manifest.version, "lie" if self.lie else manifest.digest
         return WeightReport(version=self.version, digest=self.digest, worker=self.name, load_s=0.01)
 

@@ -166,8 +166,8 @@ async def test_cancelled_call_leaves_nothing_frozen_in_the_engine(bench: Bench) 
     for call in calls:
         call.cancel()
     await asyncio.gather(*calls, return_exceptions=True)
-    assert bench.worker._engine is not None
-    assert bench.worker._engine._llm.get_num_unfinished_requests() == 0
+    assert bench.worker._life.engine is not None
+    assert bench.worker._life.engine._llm.get_num_unfinished_requests() == 0
     await bench.load()
     await bench.worker.resume(bench.version)
     await bench.assert_serves(bench.version)
@@ -213,7 +213,7 @@ async def test_stricter_pause_overrules_one_that_waits(bench: Bench, mode: str) 
 async def test_wait_says_what_still_runs_when_time_is_up_and_aborts_it(
     bench: Bench, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(bench.worker, "_deadlines", PauseDeadlines(3.0))
+    monkeypatch.setattr(bench.worker._pause, "_deadlines", PauseDeadlines(3.0))
     calls = start(bench, 32 * SLOTS)
     await asyncio.sleep(0.1)
     with caplog.at_level(logging.WARNING):

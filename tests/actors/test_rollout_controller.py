@@ -143,6 +143,23 @@ async def test_worker_that_returns_during_a_pause_stays_paused_and_holds_the_new
     assert (await pool.workers["rollout-0"].stats.remote()).version == 2
 
 
+async def test_worker_that_dies_while_the_pool_sleeps_comes_back_when_it_wakes(pool: Pool) -> None:
+    await pool.serve(1)
+    await pool.controller.pause.remote()
+    await pool.controller.sleep.remote(False)
+    with contextlib.suppress(RayActorError):
+        await pool.workers["rollout-0"].die.remote()
+    await pool.controller.sleep.remote(False)
+    await asyncio.wait_for(_until_answers(pool.workers["rollout-0"]), DEADLINE_S)
+    states = [await worker.state.remote() for worker in pool.workers.values()]
+    assert states == [(False, None, None), (True, "all", None)], "no engine starts on a device that is lent"
+    await pool.serve(2)
+    await pool.until_up("rollout-0")
+    served = await asyncio.gather(*(pool.controller.generate.remote(request(f"s{n}")) for n in range(8)))
+    assert {result.worker for result in served} == set(pool.workers)
+    assert all(result.policy_versions.tolist() == [2] * 4 for result in served)
+
+
 async def test_keep_freezes_requests_and_they_go_on_under_the_next_version(pool: Pool) -> None:
     await pool.serve(1)
     running = [pool.controller.generate.remote(request(f"r{n}", 60)) for n in range(6)]

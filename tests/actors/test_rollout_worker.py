@@ -14,13 +14,14 @@ import numpy as np
 import pytest
 import pytest_asyncio
 import ray
+import torch
 from ray.exceptions import RayActorError
 
 from actors.placement import MAX_CONCURRENCY
 from actors.rollout_worker import RolloutWorker
 from raypost.errors import StaleWeightsError, WeightError
 from raypost.types import GenerateRequest, SampleParams
-from raypost.weights import pack
+from raypost.weights import DOWN, UP, pack, pack_adapters
 from tests.actors.tiny_engine import (
     CONFIG,
     PROMPT,
@@ -152,8 +153,8 @@ async def test_cancelled_call_leaves_no_request_in_the_engine(bench: Bench) -> N
     with pytest.raises(asyncio.CancelledError):
         await call
     assert (await bench.worker.stats()).running == 0
-    assert bench.worker._engine is not None
-    assert bench.worker._engine._llm.get_num_unfinished_requests() == 0
+    assert bench.worker._life.engine is not None
+    assert bench.worker._life.engine._llm.get_num_unfinished_requests() == 0
     await bench.assert_serves(bench.version)
 
 
@@ -213,6 +214,64 @@ async def test_manifest_that_does_not_fit_the_model_is_refused_by_name(bench: Be
     await bench.assert_serves(bench.version)
 
 
+async def test_what_did_not_change_stays_and_what_did_is_what_transformers_has(bench: Bench) -> None:
+    await bench.sync()
+    layer = bench.model.model.layers[1]
+    kept = bench.model.model.embed_tokens.weight
+    parts = {
+        "one of the joined queries, keys and values": [layer.self_attn.k_proj.weight],
+        "a norm": [layer.input_layernorm.weight],
+        "nothing": [],
+        "the embedding": [kept],
+        "a layer": list(layer.parameters()),
+    }
+    ids = np.arange(40, dtype=np.int32)
+    for parameters in parts.values():
+        with torch.no_grad():
+            for parameter in parameters:
+                parameter.add_(0.1 * torch.randn_like(parameter))
+        await bench.worker.pause()
+        bench.version += 1
+        manifest, buckets = publish(bench.model, bench.version)
+        report = await bench.worker.load_weights(manifest, *buckets)
+        assert (report.version, report.digest) == (bench.version, manifest.digest)
+        expected = expected_logprobs(bench.model, ids)
+        assert np.max(np.abs(await bench.worker.canary(ids) - expected)) < TOLERANCE, parts
+
+
+async def test_adapters_are_added_to_a_base_that_is_sent_once(bench: Bench) -> None:
+    await bench.sync()
+    await bench.worker.pause()
+    base, kept = publish(bench.model, 0)
+    name = "model.layers.1.self_attn.q_proj.weight"
+    plain, ids = bench.model.get_parameter(name).detach().clone(), np.arange(40, dtype=np.int32)
+    for scale in (0.5, 0.5, 2.0):
+        bench.version += 1
+        up, down = 0.2 * torch.randn(len(plain), 3), torch.randn(3, plain.shape[1])
+        factors = [
+            (name + part, one.numpy().reshape(-1).view(np.uint8), "float32", tuple(one.shape))
+            for part, one in ((DOWN, down), (UP, up))
+        ]
+        manifest, own = pack_adapters(bench.version, base, factors, {name: scale}, 1 << 20)
+        damaged = own[0].copy()
+        damaged[9] ^= 1
+        with pytest.raises(WeightError, match=r"q_proj\.weight\.lora_down.*old weights are untouched"):
+            await bench.worker.load_weights(manifest, *kept, damaged)
+        report = await bench.worker.load_weights(manifest, *kept, *own)
+        assert (report.version, report.digest) == (bench.version, manifest.digest)
+        bench.model.get_parameter(name).data = plain + scale * up @ down
+        expected = expected_logprobs(bench.model, ids)
+        assert np.max(np.abs(await bench.worker.canary(ids) - expected)) < TOLERANCE
+    # Its bytes do not travel again: what the sender has in its place does not matter.
+    spoilt = [np.zeros_like(bucket) for bucket in kept]
+    again = replace(manifest, version=bench.version + 1)
+    assert (await bench.worker.load_weights(again, *spoilt, *own)).digest == manifest.digest
+    bench.version += 1
+    bench.model.get_parameter(name).data = plain
+    await bench.sync()
+    await bench.assert_serves(bench.version)
+
+
 @one_engine
 async def test_versions_never_go_back_and_a_repeated_one_is_acknowledged(bench: Bench) -> None:
     await bench.sync()
@@ -229,6 +288,42 @@ async def test_versions_never_go_back_and_a_repeated_one_is_acknowledged(bench: 
     other, buckets = publish(bench.model, bench.version)
     with pytest.raises(WeightError, match="as a new version"):
         await bench.worker.load_weights(other, *buckets)
+
+
+@one_engine
+async def test_engine_that_slept_serves_what_was_loaded_and_what_it_kept(bench: Bench) -> None:
+    await bench.sync()
+    llm = bench.worker._life.engine._llm  # type: ignore[union-attr]
+    await bench.worker.pause()
+    await bench.worker.sleep(keep_weights=False)
+    asleep = await llm.engine_core.is_sleeping_async()
+    assert (asleep, (await bench.worker.held()).version) == (True, -1)
+    with pytest.raises(StaleWeightsError, match="holds version -1"):
+        await bench.worker.resume(bench.version)
+    await bench.load()
+    ids = np.arange(40, dtype=np.int32)
+    canary = await bench.worker.canary(ids)
+    assert np.max(np.abs(canary - expected_logprobs(bench.model, ids))) < TOLERANCE
+    await bench.worker.resume(bench.version)
+    await bench.assert_serves(bench.version)
+
+    await bench.worker.pause()
+    await bench.worker.sleep(keep_weights=True)
+    assert (await bench.worker.generate(request("asleep"))).finish_reason == "abort"
+    await bench.worker.resume(bench.version)
+    await bench.assert_serves(bench.version)
+    assert not await llm.engine_core.is_sleeping_async()
+
+    await bench.worker.pause()
+    await bench.worker.sleep(keep_weights=False)
+    flipped, buckets = publish(bench.model, bench.version)
+    buckets[0][5] ^= 1
+    with pytest.raises(WeightError, match="it holds no version"):
+        await bench.worker.load_weights(flipped, *buckets)
+    manifest, buckets = publish(bench.model, bench.version)
+    await bench.worker.load_weights(manifest, *buckets)
+    await bench.worker.resume(bench.version)
+    await bench.assert_serves(bench.version)
 
 
 @one_engine

@@ -95,5 +95,5 @@ def test_start_reads_ahead_and_sampling_then_takes_no_time() -> None:
     sampler.start()
     started = time.monotonic()
     assert answers(sampler, 8) == answers(of(Numbers(99)), 8)
-    assert time.monotonic() - started < 0.05
+    assert time.monotonic() - started < 0.3
     sampler.close()

@@ -3,9 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import gc
+import json
+import logging
+import queue
 import threading
 from collections.abc import Iterator
-from itertools import pairwise
+from itertools import count, pairwise
+from logging.handlers import QueueHandler
 from pathlib import Path
 
 import numpy as np
@@ -14,6 +19,7 @@ import ray
 import torch
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
+from tokenizers.pre_tokenizers import Whitespace
 from transformers import (
     AutoModelForCausalLM,
     AutoTokenizer,
@@ -25,9 +31,13 @@ from transformers import (
 from actors.placement import spawn
 from actors.trainer import TrainerGroup
 from actors.trainer_worker import CONCURRENCY_GROUPS, TrainerWorker
+from raypost.algorithm_config import LossConfig
 from raypost.config import Config, parse_config
-from raypost.errors import CheckpointError, LedgerError, RaypostError, WaitTimeoutError
-from raypost.packed import PackedGroups, pack_groups
+from raypost.errors import BatchMemoryError, CheckpointError, LedgerError, RaypostError, WaitTimeoutError
+from raypost.packed import PackedGroups, pack_groups, unpack_groups
+from raypost.tokenizer import Tokenizer as RaypostTokenizer
+from raypost.trainer.losses import LossTokens
+from raypost.trainer.sft import SftExamples
 from raypost.trainer.train_batch import plan_batch
 from raypost.types import Group, RolloutState, SampleParams, Status
 from raypost.weights import verify, views
@@ -35,6 +45,8 @@ from raypost.weights import verify, views
 pytestmark = [pytest.mark.usefixtures("local_ray"), pytest.mark.timeout(300)]
 VOCAB = 24
 Weights = dict[str, np.ndarray]
+GROUPS = count()
+"""Tells the groups apart in the names of their actors."""
 
 
 def make_config(**train: object) -> Config:
@@ -99,8 +111,36 @@ class Probe(TrainerWorker):
             weights[name] = torch.from_numpy(data.copy()).view(getattr(torch, dtype)).float().numpy()
         return weights or None, metrics
 
-    def poisoned(self, config: Config) -> tuple[list[Weights], list[dict[str, float]]]:
-        """Weights before and after each of a good step, one whose loss overflows and a good one; their metrics."""
+    def averaged(
+        self, config: Config, batches: list[PackedGroups], resume: str = "", folder: str = ""
+    ) -> tuple[list[Weights], Weights]:
+        """Weights before each step and after the last, and their moving average; on rank 0. Saved to `folder`."""
+        from raypost.trainer.policy_rank import PolicyRank
+
+        rank = PolicyRank(config, self._model_path, self._rank, self._config.train.num_workers)
+        start = rank.load(Path(resume)) if resume else 0
+
+        def values(weights: Iterator) -> Weights:
+            return {
+                n: torch.from_numpy(d.copy()).view(getattr(torch, dtype)).float().numpy()
+                for n, d, dtype, _ in weights
+            }
+
+        seen = [values(rank.gather_weights())]
+        for step, batch in enumerate(batches, start + 1):
+            rank.fit(batch, step)
+            seen.append(values(rank.gather_weights()))
+        average = values(rank.gather_average())
+        # What was exchanged for it is back in its place.
+        again = values(rank.gather_weights())
+        assert all(np.array_equal(again[name], seen[-1][name]) for name in again)
+        if folder:
+            rank.save(Path(folder))
+        return seen, average
+
+    def poisoned(self, config: Config) -> tuple[list[Weights], list[dict[str, float]], list[str]]:
+        """Weights before and after each of a good step, one whose loss overflows and a good one; their metrics; and
+        what was logged."""
         from raypost.trainer.policy_rank import PolicyRank
 
         engine = PolicyRank(config, self._model_path, self._rank, 1)
@@ -111,10 +151,14 @@ class Probe(TrainerWorker):
             return {n: d.view(np.float32).copy() for n, d, _, _ in engine.gather_weights()}
 
         seen, metrics = [weights()], []
+        lines: queue.SimpleQueue[logging.LogRecord] = queue.SimpleQueue()
+        handler, log = QueueHandler(lines), logging.getLogger("raypost.trainer.rank")
+        log.addHandler(handler)
         for step, batch in enumerate((make_batch(1), bad, make_batch(3)), start=1):
             metrics.append(engine.fit(batch, step))
             seen.append(weights())
-        return seen, metrics
+        log.removeHandler(handler)
+        return seen, metrics, [lines.get().getMessage() for _ in range(lines.qsize())]
 
     def bfloat16_drift(self, config: Config, steps: int) -> float:
         """Mean distance of the weights from the start after `steps` small steps on one batch."""
@@ -134,6 +178,27 @@ class Probe(TrainerWorker):
             rank.fit(make_batch(1), step)
         return float((weights() - before).abs().mean())
 
+    def lending(self, config: Config, steps: int) -> tuple[Weights | None, list[int]]:
+        """Train with the device lent before every step and after the last; weights on rank 0, and the bytes that
+        the tensors made for it hold each time it is lent."""
+        from raypost.trainer.policy_rank import PolicyRank
+
+        others, left = bytes_of_tensors(), []
+        rank = PolicyRank(config, self._model_path, self._rank, self._config.train.num_workers)
+        for step in range(1, steps + 2):
+            rank.offload()
+            rank.offload()
+            left.append(bytes_of_tensors() - others)
+            rank.reload()
+            rank.reload()
+            if step <= steps:
+                rank.fit(make_batch(step), step)
+        weights = {
+            name: torch.from_numpy(data.copy()).view(getattr(torch, dtype)).float().numpy()
+            for name, data, dtype, _ in rank.gather_weights()
+        }
+        return weights or None, left
+
     def renew(self, config: Config | None = None) -> None:
         """As if it had just been set up, with its own configuration or another."""
         from raypost.trainer.policy_rank import PolicyRank
@@ -141,10 +206,20 @@ class Probe(TrainerWorker):
         workers = self._config.train.num_workers
         self._trained = PolicyRank(config or self._config, self._model_path, self._rank, workers)
         self._published.clear()
+        self._base, self._base_gathered = None, False
         self._spans.drain()
 
     def num_published(self) -> int:
         return len(self._published)
+
+
+def bytes_of_tensors() -> int:
+    """Of all tensors of this process that can be lent: not of copies of what is lent, which are bytes, and not of
+    files that are mapped, as weights on the CPU may be."""
+    gc.collect()
+    tensors = [one for one in gc.get_objects() if issubclass(type(one), torch.Tensor)]
+    storages = [one.untyped_storage() for one in tensors if one.dtype != torch.uint8]
+    return sum({one.data_ptr(): one.nbytes() for one in storages if one.resizable()}.values())
 
 
 @pytest.fixture(scope="module")
@@ -155,13 +230,23 @@ def model_path(tmp_path_factory: pytest.TempPathFactory) -> str:
                          num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=64,
                          tie_word_embeddings=True, initializer_range=0.2)  # fmt: skip
     LlamaForCausalLM(config).save_pretrained(path)
-    words = {f"w{i}": i for i in range(VOCAB)}
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(WordLevel(words, "w0")), eos_token="w1")
-    tokenizer.save_pretrained(path)
+    backend = Tokenizer(WordLevel({f"w{i}": i for i in range(VOCAB)}, "w0"))
+    backend.pre_tokenizer = Whitespace()
+    PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="w1").save_pretrained(path)
     return str(path)
 
 
+@pytest.fixture(scope="module")
+def sft(tmp_path_factory: pytest.TempPathFactory) -> dict[str, object]:
+    """Seven supervised examples of 1 to 7 words, of which a step takes three."""
+    path = tmp_path_factory.mktemp("sft") / "examples.jsonl"
+    rows = [{"prompt": f"w{i} w2", "response": " ".join(["w6"] * i)} for i in range(1, 8)]
+    path.write_text("\n".join(json.dumps(row) for row in rows))
+    return {"path": str(path), "samples": 3, "coefficient": 0.3}
+
+
 def make_group(model_path: str, config: Config, cls: type = Probe, *kind: str) -> TrainerGroup:
+    number = next(GROUPS)
     workers = [
         spawn(
             cls,
@@ -169,7 +254,7 @@ def make_group(model_path: str, config: Config, cls: type = Probe, *kind: str) -
             model_path,
             rank,
             *kind,
-            name=f"trainer-{rank}-of-{id(config)}",
+            name=f"trainer-{rank}-of-{number}",
             concurrency_groups=CONCURRENCY_GROUPS,
         )
         for rank in range(config.train.num_workers)
@@ -223,9 +308,11 @@ async def trained(group: TrainerGroup, **train: object) -> tuple[Weights, list[d
 
 @pytest.mark.parametrize("minibatches", [1, 2])
 async def test_update_depends_neither_on_ranks_nor_on_micro_batches_nor_on_zero_stage(
-    solo, pair, minibatches
+    solo, pair, sft, minibatches
 ):
-    reference, expected = await trained(solo, zero_stage=0, num_minibatches=minibatches)
+    # With two minibatches, supervised examples are mixed in: three for two optimizer steps.
+    base = {"num_minibatches": minibatches, "sft": sft if minibatches == 2 else None}
+    reference, expected = await trained(solo, zero_stage=0, **base)
     variants = {f"1 rank, stage {s}": (solo, {"zero_stage": s}) for s in (1, 2, 3)}
     variants["1 rank, stage 1, small"] = (solo, {"zero_stage": 1, "micro_batch_tokens": 48})
     variants["1 rank, unpacked"] = (solo, {"packing": False})
@@ -235,8 +322,16 @@ async def test_update_depends_neither_on_ranks_nor_on_micro_batches_nor_on_zero_
     variants |= {
         f"2 ranks, stage {s}, small": (pair, {"zero_stage": s, "micro_batch_tokens": 48}) for s in range(4)
     }
+    variants |= {
+        f"{ranks} rank(s), stage {s}, optimizer on the CPU": (
+            group,
+            {"zero_stage": s, "offload_optimizer": True},
+        )
+        for ranks, group in enumerate((solo, pair), start=1)
+        for s in (1, 2, 3)
+    }
     for name, (group, train) in variants.items():
-        weights, metrics = await trained(group, num_minibatches=minibatches, **train)
+        weights, metrics = await trained(group, **base, **train)
         assert largest_difference(weights, reference) < 1e-5, name
         for got, want in zip(metrics, expected, strict=True):
             assert got.keys() == want.keys(), name
@@ -246,6 +341,49 @@ async def test_update_depends_neither_on_ranks_nor_on_micro_batches_nor_on_zero_
     assert ("logprob_mismatch_max" in expected[1]) and ("logprob_mismatch_max_lag1" in expected[1])
     if minibatches == 2:
         assert expected[0]["ratio_max"] > 1.0
+
+
+LENT = {
+    "stage 0": (1, {"zero_stage": 0}),
+    "stage 1, adapters": (1, {"zero_stage": 1, "lora": {"rank": 2}}),
+    "stage 2, reference and average": (
+        1, {"zero_stage": 2, "loss": {"kl": {"coefficient": 0.1}}, "ema_decay": 0.9}
+    ),
+    "stage 3, optimizer on the CPU": (1, {"zero_stage": 3, "offload_optimizer": True}),
+    "2 ranks, stage 1, bfloat16": (2, {"zero_stage": 1, "dtype": "bfloat16"}),
+    "2 ranks, stage 3, adapters": (2, {"zero_stage": 3, "lora": {"rank": 2}}),
+    "2 ranks, stage 3, reference and average": (
+        2, {"zero_stage": 3, "loss": {"kl": {"coefficient": 0.1}}, "ema_decay": 0.9}
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", LENT)
+async def test_what_is_lent_between_steps_comes_back_as_it_was(solo, pair, name):
+    ranks, options = LENT[name]
+    group = (solo, pair)[ranks - 1]
+    expected, _ = await trained(group, **options)
+    config = make_config(num_workers=ranks, **options)
+    answers = await group._each("lending", config, 3)
+    # What stays is constants of the model's code, nothing of the size of its weights.
+    assert max(nbytes for _, left in answers for nbytes in left) < 4096
+    weights = answers[0][0]
+    assert weights.keys() == expected.keys()
+    assert all((weights[one] == expected[one]).all() for one in expected)
+
+
+async def test_a_rank_that_has_lent_its_device_refuses_all_but_to_take_it_back(fresh):
+    await fit(fresh, 1)
+    manifest, _ = await fresh.publish(1)
+    await fresh.offload()
+    for call in (fit(fresh, 2), fresh.publish(2), fresh.canary(np.arange(4)), fresh.save("/nowhere")):
+        with pytest.raises(RaypostError, match=r"trainer-0 has lent its device.*TrainerGroup\.reload first"):
+            await call
+    assert await fresh.drain_spans()
+    await fresh.reload()
+    assert (await fresh.publish(1))[0].digest == manifest.digest
+    await fit(fresh, 2)
+    await fresh.offload()
 
 
 ALGORITHMS = {
@@ -330,13 +468,16 @@ async def test_a_critic_learns_beside_the_policy_and_is_saved_with_it(solo, mode
     assert metrics[0]["critic_lr"] == 1e-2 and metrics[0]["lr"] == 1e-3
     await trainer.save(tmp_path / "trainer")
     values = ray.get(await critic.compute_values(ray.put(make_batch(4))))
+    assert not values.after.any()
     first = await trainer.fit(ray.put(make_batch(4)))
     assert await trainer.load(tmp_path / "trainer") == 3 == critic.step
-    assert np.array_equal(ray.get(await critic.compute_values(ray.put(make_batch(4)))), values)
+    again = ray.get(await critic.compute_values(ray.put(make_batch(4))))
+    assert np.array_equal(again.values, values.values)
     again = await trainer.fit(ray.put(make_batch(4)))
     assert {k: v for k, v in again.items() if not k.endswith("_s")} == {
         k: v for k, v in first.items() if not k.endswith("_s")
     }
+    await check_values_after_a_cut(critic)
     with pytest.raises(CheckpointError, match="saved with kind policy, this run has critic"):
         await critic.load(tmp_path / "trainer")
     with pytest.raises(RaypostError, match="critic-0 is no policy"):
@@ -344,6 +485,32 @@ async def test_a_critic_learns_beside_the_policy_and_is_saved_with_it(solo, mode
     with pytest.raises(RaypostError, match="trainer-0 is no critic"):
         await trainer.compute_values(ray.put(make_batch(4)))
     await critic.shutdown()
+
+
+async def check_values_after_a_cut(critic: TrainerGroup) -> None:
+    """Of a response that was cut off, the value after its last token is the one that a further token would have."""
+    whole = unpack_groups(make_batch(5))
+    cut = [state for group in unpack_groups(make_batch(5)) for state in group.states if state.num_tokens > 1]
+    groups = [
+        Group(task=g.task, group_id=g.group_id, states=[s for s in cut if s.group_id == g.group_id])
+        for g in whole
+    ]
+    for state in cut[::2]:
+        for name in ("response_ids", "logprobs", "policy_versions", "response_mask"):
+            setattr(state, name, getattr(state, name)[:-1])
+        state.finish_reason = "length"
+    batches = pack_groups(whole), pack_groups(groups)
+    full, got = [ray.get(await critic.compute_values(ray.put(batch))) for batch in batches]
+    everything, shorter = (plan_batch(batch, 1, 1) for batch in batches)
+    by_key = {(s.key, s.state.sample_index): s for s in everything.samples}
+    expected, values = np.zeros_like(got.after), np.zeros_like(got.values)
+    for sample in shorter.samples:
+        other = by_key[sample.key, sample.state.sample_index]
+        values[sample.places] = full.values[other.places[: sample.num_trained]]
+        if sample.cut_off:
+            expected[sample.last] = full.values[other.last]
+    assert np.count_nonzero(expected) == len(cut[::2]) > 4
+    assert np.abs(got.after - expected).max() < 1e-5 and np.abs(got.values - values).max() < 1e-5
 
 
 @pytest.mark.parametrize("stage", [1, 3])
@@ -354,7 +521,12 @@ async def test_adapters_are_trained_alone_published_merged_and_the_reference_is_
     losses = []
     for group in (solo, pair):
         config = make_config(
-            num_workers=len(group._workers), zero_stage=stage, lora={"rank": 4}, loss=loss, learning_rate=1e-2
+            num_workers=len(group._workers),
+            zero_stage=stage,
+            lora={"rank": 4, "sync": "merged"},
+            loss=loss,
+            learning_rate=1e-2,
+            ema_decay=1e-6,
         )
         await group._each("renew", config)
         trainer = TrainerGroup(group._workers, config)
@@ -376,7 +548,11 @@ async def test_adapters_are_trained_alone_published_merged_and_the_reference_is_
         ids = np.arange(1, 13, dtype=np.int32)
         expected = await trainer.canary(ids)
         await trainer.save_hf(tmp_path / "merged")
+        await trainer.save_hf(tmp_path / "average", ema=True)
+        average = AutoModelForCausalLM.from_pretrained(tmp_path / "average").state_dict()
         model = AutoModelForCausalLM.from_pretrained(tmp_path / "merged")
+        # With next to no decay, the average is where the weights are.
+        assert all((average[n] - value).abs().max() < 1e-6 for n, value in model.state_dict().items())
         with torch.no_grad():
             log_p = torch.log_softmax(model(torch.from_numpy(ids.astype(np.int64))[None]).logits[0], -1)
         got = log_p[:-1].gather(1, torch.from_numpy(ids[1:].astype(np.int64))[:, None])[:, 0].numpy()
@@ -391,6 +567,33 @@ async def test_bfloat16_weights_move_by_less_than_they_can_hold(solo, stage):
     config = make_config(dtype="bfloat16", zero_stage=stage, learning_rate=1e-5)
     (moved,) = await solo._each("bfloat16_drift", config, 40)
     assert 2e-4 < moved < 6e-4
+
+
+async def test_supervised_examples_are_learned_beside_a_batch_and_without_one(solo, sft, model_path):
+    """Where no advantage is left, the gradient is that of the examples' mean cross entropy, times its coefficient."""
+    config = make_config(sft=sft, micro_batch_tokens=48)
+    await solo._each("renew", config)
+    trainer = TrainerGroup(solo._workers, config)
+    examples = SftExamples(config.train.sft, RaypostTokenizer.load(model_path), 0, config.max_model_len)
+    model = AutoModelForCausalLM.from_pretrained(model_path).double()
+    total, count = torch.zeros((), dtype=torch.float64), 0
+    for sample in examples.of_step(1):
+        prompt, response = sample.state.prompt_ids, sample.state.response_ids
+        ids = torch.from_numpy(np.concatenate([prompt, response]).astype(np.int64))
+        log_p = torch.log_softmax(model(ids[None]).logits[0], -1)
+        total = total - log_p[:-1].gather(1, ids[1:, None])[len(prompt) - 1 :].sum()
+        count += len(response)
+    gradient = torch.autograd.grad(total / count, list(model.parameters()))
+    norm = float(torch.cat([one.ravel() for one in gradient]).norm())
+    metrics = await trainer.fit(ray.put(make_batch(1, status=Status.FAILED)), 1)
+    assert (
+        metrics["sft_loss"] == pytest.approx(total.item() / count, abs=1e-5)
+        and metrics["sft_tokens"] == count
+    )
+    assert metrics["loss"] == pytest.approx(0.3 * total.item() / count, abs=1e-5)
+    assert metrics["grad_norm"] == pytest.approx(0.3 * norm, rel=1e-5) and metrics["skipped_steps"] == 0
+    losses = [(await fit(trainer, step))["sft_loss"] for step in range(2, 30)]
+    assert sum(losses[-7:]) < 0.8 * sum(losses[:7])
 
 
 async def test_published_weights_are_those_of_the_hugging_face_model(fresh, fresh_pair, model_path, tmp_path):
@@ -423,6 +626,8 @@ async def test_exported_model_gives_the_logprobs_of_the_trainer(fresh, fresh_pai
         await fit(group, group.step + 1)
         path = tmp_path / f"export-{len(group._workers)}"
         await group.save_hf(path)
+        with pytest.raises(ValueError, match=r"there is no average of the weights: .* train\.ema_decay"):
+            await group.save_hf(path, ema=True)
         assert AutoTokenizer.from_pretrained(path).eos_token == "w1"
         ids = np.arange(1, 13, dtype=np.int32)
         model = AutoModelForCausalLM.from_pretrained(path)
@@ -434,8 +639,9 @@ async def test_exported_model_gives_the_logprobs_of_the_trainer(fresh, fresh_pai
 
 
 @pytest.mark.parametrize("stage", [0, 1, 3])
-async def test_a_restored_run_goes_on_bit_for_bit(solo, tmp_path, stage):
-    config, folder = make_config(zero_stage=stage), str(tmp_path)
+async def test_a_restored_run_goes_on_bit_for_bit(solo, sft, tmp_path, stage):
+    noisy = {"kind": "tests.actors.noisy:noisy"}
+    config, folder = make_config(zero_stage=stage, sft=sft, loss=noisy), str(tmp_path)
     straight, _ = (await solo._each("weights_after", config, 4, "", 2, folder))[0]
     resumed, _ = (await solo._each("weights_after", config, 4, folder))[0]
     assert largest_difference(straight, resumed) == 0.0
@@ -458,6 +664,51 @@ async def test_a_run_goes_on_with_other_ranks_and_another_zero_stage(solo, pair,
         worst = {n: float(np.abs(straight[n] - resumed[n]).max()) for n in straight}
         assert max(worst.values()) < tolerance, (folder.name, worst)
         assert not (folder / "universal").exists()
+
+
+def running_average(seen: list[Weights], decay: float, start: Weights | None = None) -> Weights:
+    average = {name: np.asarray(value, np.float64) for name, value in (start or seen[0]).items()}
+    for weights in seen[1:]:
+        average = {name: decay * value + (1 - decay) * weights[name] for name, value in average.items()}
+    return average
+
+
+async def test_the_moving_average_of_the_weights_is_its_formula_at_every_stage(solo, pair):
+    batches = [make_batch(1), make_batch(2, status=Status.FAILED), make_batch(3), make_batch(4)]
+    for group, stage, dtype in (
+        *((solo, s, "float32") for s in range(4)), *((pair, s, "float32") for s in (0, 2, 3)),
+        (solo, 0, "bfloat16"), (pair, 3, "bfloat16"),
+    ):  # fmt: skip
+        config = make_config(
+            dtype=dtype, zero_stage=stage, num_workers=len(group._workers), ema_decay=0.7, learning_rate=1e-2
+        )
+        seen, average = (await group._each("averaged", config, batches))[0]
+        assert largest_difference(seen[1], seen[2]) == 0.0, "the second batch has nothing to train"
+        expected = running_average([*seen[:2], *seen[3:]], 0.7)
+        tolerance = 1e-6 if dtype == "float32" else 1e-2
+        assert largest_difference(average, expected) < tolerance, (len(group._workers), stage, dtype)
+        assert largest_difference(average, seen[-1]) > 4e-3
+
+
+async def test_the_moving_average_goes_on_with_other_ranks_and_another_stage(solo, pair, tmp_path):
+    batches = [make_batch(step) for step in range(1, 5)]
+    decay = {"ema_decay": 0.7, "learning_rate": 1e-2}
+    configs = {
+        group: make_config(zero_stage=stage, num_workers=len(group._workers), **decay)
+        for group, stage in ((solo, 1), (pair, 3))
+    }
+    for source, target in ((pair, solo), (solo, pair)):
+        folder = str(tmp_path / f"{len(source._workers)}")
+        before, average = (await source._each("averaged", configs[source], batches[:2], "", folder))[0]
+        seen, resumed = (await target._each("averaged", configs[target], batches[2:], folder))[0]
+        assert largest_difference(before[-1], seen[0]) < 1e-6
+        assert largest_difference(resumed, running_average(seen, 0.7, average)) < 1e-6
+    with pytest.raises(CheckpointError, match="is damaged or of another model"):
+        (tmp_path / "1" / "average.safetensors").write_bytes(b"12345678{}")
+        await solo._each("averaged", configs[solo], [], str(tmp_path / "1"))
+    (tmp_path / "1" / "average.safetensors").unlink()
+    with pytest.raises(CheckpointError, match=r"was saved without train\.ema_decay"):
+        await solo._each("averaged", configs[solo], [], str(tmp_path / "1"))
 
 
 async def test_a_damaged_checkpoint_is_refused_by_name(solo, pair, tmp_path):
@@ -503,7 +754,12 @@ async def test_a_step_without_finite_gradient_changes_nothing_and_training_goes_
     # Without a bound, weights of exp(300) overflow the loss.
     config = make_config(zero_stage=stage, correction={"weight": {"upper": None}})
     (skipped,) = await solo._each("poisoned", config)
-    weights, metrics = skipped
+    weights, metrics, lines = skipped
+    groups = ", ".join(f"('task', {g})" for g in range(4))
+    assert lines == [
+        f"step 2, rank 0: the loss of a micro-batch is not finite; its groups: {groups}",
+        f"step 2: an optimizer step is skipped, the gradient is not finite; groups: {groups}",
+    ]
     changes = [largest_difference(a, b) for a, b in pairwise(weights)]
     assert changes[0] > 0.0 and changes[1] == 0.0 and changes[2] > 0.0
     assert [m["skipped_steps"] for m in metrics] == [0.0, 1.0, 1.0]
@@ -517,6 +773,47 @@ async def test_a_batch_without_anything_trainable_is_skipped_and_counted(fresh):
     assert (metrics["skipped_steps"], metrics["num_samples"], metrics["left_out"]) == (1.0, 0.0, 20.0)
     assert (await fresh.publish(1))[0].digest == digest
     assert (await fit(fresh, 2))["skipped_steps"] == 1.0
+
+
+async def test_bad_input_is_left_out_and_changes_nothing_for_the_rest(fresh):
+    """Beside good groups, in a batch with every kind of it, down to groups of which nothing is left."""
+    good, bad = unpack_groups(make_batch(1)), unpack_groups(make_batch(2, num_groups=6))
+    for group in bad:
+        group.group_id += 4
+        for state in group.states:
+            state.group_id += 4
+            if group.group_id == 4:
+                state.reward = float("nan")
+            elif group.group_id == 5:
+                state.response_mask = np.zeros(state.num_tokens, np.bool_)
+            elif group.group_id == 6:
+                state.logprobs = np.full(state.num_tokens, np.nan, np.float32)
+            elif group.group_id == 7:
+                state.logprobs = np.full(state.num_tokens, 3.0, np.float32)
+            elif group.group_id == 8:
+                state.response_ids = np.full(state.num_tokens, VOCAB, np.int32)
+            else:
+                state.prompt_ids = np.ones(60, np.int32)
+    expected = await fresh.fit(ray.put(pack_groups(good)), 1)
+    digest = (await fresh.publish(1))[0].digest
+    await fresh._each("renew")
+    metrics = await fresh.fit(ray.put(pack_groups([bad[0], *good[:3], *bad[1:], good[3]])), 1)
+    assert metrics["left_out"] == 6 * (4 + 1) and metrics["skipped_steps"] == 0
+    assert metrics["loss"] == expected["loss"] and (await fresh.publish(1))[0].digest == digest
+
+
+def out_of_memory(tokens: LossTokens, config: LossConfig) -> tuple[torch.Tensor, torch.Tensor]:
+    """A policy loss that asks for a pebibyte."""
+    return torch.empty(2**47, dtype=torch.float64), tokens.rows_T > 0
+
+
+async def test_a_micro_batch_that_does_not_fit_the_memory_is_named_with_what_makes_it_smaller(solo):
+    await solo._each("renew", make_config(loss={"kind": f"{__name__}:out_of_memory"}, micro_batch_tokens=400))
+    with pytest.raises(BatchMemoryError) as failed:
+        await solo.fit(ray.put(make_batch(1)), 1)
+    text = str(failed.value)
+    assert "step 1, rank 0: out of memory in a micro-batch of " in text and "('task', 0)" in text
+    assert "Lower train.micro_batch_tokens" in text
 
 
 async def test_training_raises_the_reward_of_what_is_sampled(fresh):

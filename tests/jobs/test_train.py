@@ -5,115 +5,17 @@ from __future__ import annotations
 import json
 import os
 import signal
-import subprocess
-import sys
 import time
 from collections import Counter
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
-import psutil
 import pytest
 import yaml
 
 from jobs.private_cluster import PrivateCluster
-
-ROOT = Path(__file__).resolve().parents[2]
-DEADLINE_S = 400
-SMALL = [
-    "model.options.steps=60",
-    "eval.num_prompts=16",
-    "train.batch_size=4",
-    "tasks.0.group_size=4",
-    "rollout.kv_cache_gb=0.25",
-]
+from tests.jobs.job import DEADLINE_S, ROOT, Job, assert_adds_up, processes
 
 pytestmark = pytest.mark.timeout(900)
-
-
-class Job:
-    """One run of jobs.train as a process of its own, on the given cluster."""
-
-    def __init__(
-        self,
-        cluster: PrivateCluster,
-        folder: Path,
-        name: str,
-        *overrides: str,
-        config: str = "jobs/recipes/quickstart.yaml",
-    ) -> None:
-        self.run_dir = folder / "runs" / name
-        self.log = folder / f"{name}-{time.monotonic_ns()}.log"
-        command = [sys.executable, "-m", "jobs.train", "--config", config]
-        command += ["--name", name, "--runs-dir", str(folder / "runs")]
-        command += [f"model.cache_dir={folder / 'cache'}", *SMALL, *overrides]
-        with self.log.open("w") as output:
-            self.process = subprocess.Popen(
-                command, cwd=ROOT, env=cluster.env(), stdout=output, stderr=subprocess.STDOUT
-            )
-
-    def wait(self) -> int:
-        """Exit code."""
-        try:
-            return self.process.wait(DEADLINE_S)
-        except subprocess.TimeoutExpired:
-            self.process.kill()
-            raise AssertionError(f"the job did not end within {DEADLINE_S} s:\n{self.output()}") from None
-
-    def output(self) -> str:
-        return self.log.read_text()
-
-    def report(self) -> dict[str, Any]:
-        return json.loads((self.run_dir / "report.json").read_text())
-
-    def steps(self) -> list[dict[str, Any]]:
-        path = self.run_dir / "metrics.jsonl"
-        lines = path.read_text().splitlines() if path.exists() else []
-        return [record for record in map(json.loads, lines) if "loss" in record]
-
-    def until_step(self, step: int) -> None:
-        end = time.monotonic() + DEADLINE_S
-        while time.monotonic() < end:
-            assert self.process.poll() is None, f"the job ended early:\n{self.output()}"
-            if any(record["step"] >= step for record in self.steps()):
-                return
-            time.sleep(0.1)
-        raise AssertionError(f"step {step} was not reached:\n{self.output()}")
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Runs and the model cache, shared by this module's tests: the model is made once."""
-    return tmp_path_factory.mktemp("train")
-
-
-@pytest.fixture(autouse=True)
-def no_engine_is_left() -> Iterator[None]:
-    """Whatever a job started, it is gone when the job is."""
-    before = engines()
-    yield
-    end = time.monotonic() + 20
-    while (left := engines() - before) and time.monotonic() < end:
-        time.sleep(0.2)
-    assert not left, f"processes outlived their job: {left}"
-
-
-def engines() -> set[int]:
-    """Processes of rollout workers, trainer ranks and engines now."""
-    found = set()
-    for process in psutil.process_iter(["pid", "cmdline"]):
-        line = " ".join(process.info["cmdline"] or [])
-        if any(word in line for word in ("ray::RolloutWorker", "ray::TrainerWorker", "VLLM::", "EngineCore")):
-            found.add(process.info["pid"])
-    return found
-
-
-def assert_adds_up(report: dict[str, Any]) -> None:
-    groups = report["groups"]
-    rest = {name: count for name, count in groups.items() if name != "sampled"}
-    assert groups["sampled"] == sum(rest.values())
-    assert groups["lost"] == 0
 
 
 def test_quickstart_trains_syncs_and_accounts_for_every_group(
@@ -126,8 +28,7 @@ def test_quickstart_trains_syncs_and_accounts_for_every_group(
     assert_adds_up(report)
     assert report["groups"]["trained"] == 6 * 4 and report["groups"]["in_flight"] == 0
     assert [record["step"] for record in steps] == [1, 2, 3, 4, 5, 6]
-    events = [json.loads(line) for line in (job.run_dir / "events.jsonl").read_text().splitlines()]
-    syncs = [event for event in events if event["event"] == "sync"]
+    syncs = job.syncs()
     assert [sync["version"] for sync in syncs] == [0, 1, 2, 3, 4, 5, 6]
     digests = [sync["digest"] for sync in syncs]
     for record in steps:
@@ -142,6 +43,22 @@ def test_quickstart_trains_syncs_and_accounts_for_every_group(
         assert 0 <= report[name] <= 1
     for name in ("config.yaml", "report.html", "ledger.jsonl"):
         assert (job.run_dir / name).stat().st_size > 0
+    assert_its_best_checkpoint_scores_the_same_again(private_cluster, folder, job)
+
+
+def assert_its_best_checkpoint_scores_the_same_again(
+    private_cluster: PrivateCluster, folder: Path, job: Job
+) -> None:
+    """Evaluated by a job of its own, from the Hugging Face folder alone: the same weights, the same score."""
+    best = job.run_dir / "checkpoints" / "best"
+    again = Job(private_cluster, folder, "short", "--checkpoint", str(best), module="jobs.evaluate")
+    assert again.wait() == 0, again.output()
+    record = json.loads((job.run_dir / "evaluation-step-6.json").read_text())
+    assert record["step"] == 6 and record["weights_digest"] == job.syncs()[-1]["digest"]
+    # Rounding depends on which requests share a batch, and may turn one of 16 greedy answers.
+    assert record["scores"]["held_out"] == pytest.approx(job.report()["eval_after"], abs=1 / 16)
+    assert record["scores"]["held_out_low"] <= record["scores"]["held_out"]
+    assert "sums" in again.output() and "mean@1" in again.output()
 
 
 @pytest.mark.parametrize(("max_staleness", "pause_mode"), [(0, "abort"), (2, "keep")])
@@ -192,14 +109,6 @@ def test_two_workers_two_ranks_a_killed_engine_and_a_killed_buffer_lose_no_group
     assert_adds_up(report)
     assert report["groups"]["trained"] == 14 * 4
     assert "restarts and catches up" in job.output() or report["groups"]["failed"] == 0
-
-
-def processes(role: str) -> set[int]:
-    return {
-        process.info["pid"]
-        for process in psutil.process_iter(["pid", "cmdline"])
-        if f"ray::{role}" in " ".join(process.info["cmdline"] or [])
-    }
 
 
 def test_two_tasks_at_their_own_pace_one_of_them_in_an_environment(

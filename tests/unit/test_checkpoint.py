@@ -1,11 +1,16 @@
 """Checkpoints appear whole, are refused when damaged or foreign, and hold plain state without pickle."""
 
 import json
+import math
+import shutil
+from unittest.mock import patch
 
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
-from raypost.checkpoint import MANIFEST, CheckpointDir
+from raypost.checkpoint import BEST, LATEST, MANIFEST, SCORES, CheckpointDir, verify_files
 from raypost.errors import CheckpointError
 from raypost.packed import pack_groups
 from raypost.types import Group, RolloutState, SampleParams, Status
@@ -13,8 +18,8 @@ from raypost.types import Group, RolloutState, SampleParams, Status
 OURS = {"config": "abc", "seed": 3}
 
 
-def make_dir(tmp_path, keep=2, fingerprint=OURS):
-    return CheckpointDir(tmp_path / "checkpoints", keep, fingerprint)
+def make_dir(tmp_path, keep=2, fingerprint=OURS, keep_best=False):
+    return CheckpointDir(tmp_path / "checkpoints", keep, fingerprint, keep_best=keep_best)
 
 
 def write(checkpoints, step):
@@ -54,7 +59,137 @@ def test_only_the_newest_are_kept(tmp_path):
         write(checkpoints, step)
         assert len(checkpoints.steps()) <= 2
     assert checkpoints.steps() == [10, 11]
-    assert sorted(p.name for p in (tmp_path / "checkpoints").iterdir()) == ["step-10", "step-11"]
+    assert sorted(p.name for p in (tmp_path / "checkpoints").iterdir()) == [LATEST, "step-10", "step-11"]
+
+
+def test_the_best_score_keeps_its_checkpoint_whatever_its_age(tmp_path):
+    checkpoints = make_dir(tmp_path, keep=1, keep_best=True)
+    for step, score in ((10, 0.2), (20, 0.7), (30, math.nan), (40, 0.6), (50, None), (60, math.inf)):
+        write(checkpoints, step)
+        checkpoints.record_score(step, score)
+    assert checkpoints.steps() == [20, 60] and checkpoints.best() == (20, 0.7)
+    write(checkpoints, 70)
+    checkpoints.record_score(70, 0.7)
+    assert checkpoints.best() == (70, 0.7), "of equal ones the newest"
+    assert checkpoints.steps() == [70]
+    write(checkpoints, 80)
+    checkpoints.record_score(80, -1.0)
+    assert checkpoints.steps() == [70, 80]
+
+
+def test_without_keep_best_scores_decide_nothing(tmp_path):
+    checkpoints = make_dir(tmp_path, keep=1)
+    for step, score in ((1, 0.9), (2, 0.1)):
+        write(checkpoints, step)
+        checkpoints.record_score(step, score)
+    assert checkpoints.steps() == [2] and checkpoints.best() == (2, 0.1)
+    assert not (tmp_path / "checkpoints" / BEST).is_symlink()
+
+
+def test_a_checkpoint_whose_score_is_awaited_stays_until_it_comes(tmp_path):
+    checkpoints = make_dir(tmp_path, keep=1, keep_best=True)
+    write(checkpoints, 10)
+    checkpoints.record_score(10, 0.5)
+    checkpoints.await_score(20)
+    for step in (20, 30, 40):
+        write(checkpoints, step)
+    assert checkpoints.steps() == [10, 20, 40]
+    checkpoints.record_score(20, 0.6)
+    assert checkpoints.steps() == [20, 40] and checkpoints.best() == (20, 0.6)
+    checkpoints.await_score(50)
+    write(checkpoints, 50)
+    write(checkpoints, 60)
+    checkpoints.record_score(50, None)
+    assert checkpoints.steps() == [20, 60], "an evaluation that gave nothing keeps nothing"
+
+
+def test_a_score_may_come_before_its_checkpoint_and_for_a_step_without_one(tmp_path):
+    checkpoints = make_dir(tmp_path, keep=1, keep_best=True)
+    checkpoints.record_score(0, 0.99)
+    assert checkpoints.best() is None and not (tmp_path / "checkpoints").exists()
+    checkpoints.record_score(5, 0.8)
+    write(checkpoints, 5)
+    checkpoints.record_score(7, 0.95)
+    write(checkpoints, 9)
+    assert checkpoints.best() == (5, 0.8) and checkpoints.steps() == [5, 9]
+
+
+def test_a_resumed_run_knows_which_checkpoint_is_best(tmp_path):
+    first = make_dir(tmp_path, keep=1, keep_best=True)
+    for step, score in ((10, 0.7), (20, 0.4)):
+        write(first, step)
+        first.record_score(step, score)
+    first.begin(30)
+    first.record_score(30, 0.9)  # killed before it could commit
+    second = make_dir(tmp_path, keep=1, keep_best=True)
+    assert second.best() == (10, 0.7)
+    write(second, 30)
+    assert second.steps() == [10, 30] and second.best() == (10, 0.7), "the score was another checkpoint's"
+    second.record_score(30, 0.8)
+    assert make_dir(tmp_path, keep=1, keep_best=True).best() == (30, 0.8)
+    shutil.rmtree(tmp_path / "checkpoints" / "step-30")
+    third = make_dir(tmp_path, keep=1, keep_best=True)
+    write(third, 30)
+    assert third.best() is None, "whoever removes a checkpoint removes its score"
+
+
+@pytest.mark.parametrize("text", ["", "[]", '{"x": 1}', '{"1": "high"}', '{"1": null}'])
+def test_damaged_scores_are_refused_by_name(tmp_path, text):
+    write(make_dir(tmp_path), 1)
+    (tmp_path / "checkpoints" / SCORES).write_text(text)
+    with pytest.raises(CheckpointError, match=r"scores\.json cannot be read"):
+        make_dir(tmp_path)
+
+
+def test_links_lead_to_the_newest_and_the_best_checkpoint_also_when_the_folder_moves(tmp_path):
+    checkpoints = make_dir(tmp_path, keep=2, keep_best=True)
+    for step, score in ((1, 0.5), (2, 0.4), (3, 0.3)):
+        write(checkpoints, step)
+        checkpoints.record_score(step, score)
+    moved = (tmp_path / "checkpoints").rename(tmp_path / "moved")
+    assert (moved / LATEST).readlink().name == "step-3" and (moved / BEST).readlink().name == "step-1"
+    assert (moved / BEST / "trainer" / "shard").read_bytes() == b"weights of 1"
+    assert CheckpointDir(moved, 2, OURS).steps() == [1, 2, 3]
+    assert verify_files(moved / BEST) == 1
+
+
+@settings(max_examples=30, deadline=None)
+@given(st.data())
+def test_retention_keeps_exactly_the_newest_the_best_and_the_awaited(tmp_path_factory, data):
+    with patch("os.fsync"):  # what makes writing slow, and no part of this
+        retain_at_random(tmp_path_factory.mktemp("run"), data)
+
+
+def retain_at_random(root, data):
+    keep, keep_best = data.draw(st.integers(1, 3)), data.draw(st.booleans())
+    checkpoints = make_dir(root, keep, keep_best=keep_best)
+    alive, awaited, scores = set(), set(), {}
+    for step in range(1, data.draw(st.integers(2, 7))):
+        if data.draw(st.booleans()):
+            checkpoints.await_score(step)
+            awaited.add(step)
+        write(checkpoints, step)
+        alive.add(step)
+        for late in data.draw(st.lists(st.sampled_from(sorted(awaited or {step})), max_size=2, unique=True)):
+            score = data.draw(st.sampled_from([None, math.nan, 0.0, 0.5, 1.0]))
+            # Retention has already happened when a score comes, and happens again.
+            alive = survivors(alive, awaited, scores, keep, keep_best)
+            checkpoints.record_score(late, score)
+            awaited.discard(late)
+            if score is not None and math.isfinite(score):
+                scores[late] = score
+        alive = survivors(alive, awaited, scores, keep, keep_best)
+        assert set(checkpoints.steps()) == alive
+        checkpoints = checkpoints if awaited else make_dir(root, keep, keep_best=keep_best)
+        scores = scores if awaited else {step: score for step, score in scores.items() if step in alive}
+
+
+def survivors(alive, awaited, scores, keep, keep_best):
+    kept = set(sorted(alive)[-keep:]) | (alive & awaited)
+    scored = [(scores[step], step) for step in alive if step in scores]
+    if keep_best and scored:
+        kept.add(max(scored)[1])
+    return kept
 
 
 def test_commit_again_changes_nothing_and_a_step_can_be_written_anew(tmp_path):

@@ -44,7 +44,7 @@ BAD = [
     # what is wrong; what the message must hold: place, value, bound or fix
     (changed(train__num_step=5), ["train.num_step", "unknown key", "did you mean num_steps?", "got 5"]),
     (changed(tasks__0__strategy__max_stale=1), ["tasks.0.strategy.max_stale", "did you mean max_staleness?"]),
-    (changed(tasks__0__judge__zzz=1), ["tasks.0.judge.zzz", "known: kind, answer_pattern"]),
+    (changed(tasks__0__judge__zzz=1), ["tasks.0.judge.zzz", "known: kind, reward_model, answer_pattern"]),
     (changed(zzz=1), ["zzz: unknown key", "known: name, runs_dir, seed"]),
     (changed(train__batch_size="many"), ["train.batch_size", "valid integer", "got 'many'"]),
     (changed(train__batch_size=2.5), ["train.batch_size", "2.5"]),

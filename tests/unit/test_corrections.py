@@ -8,7 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from raypost.algorithm_config import BoundsConfig, CorrectionConfig
+from raypost.algorithm_config import BoundsConfig, CorrectionConfig, LossConfig
 from raypost.trainer.corrections import (
     Correction,
     correct,
@@ -17,6 +17,7 @@ from raypost.trainer.corrections import (
     level_ratios,
     proximal_logprobs,
 )
+from raypost.trainer.losses import LossTokens, policy_objective
 from raypost.trainer.sequences import row_means
 
 LEVELS = ("token", "sequence", "geometric")
@@ -163,6 +164,21 @@ def test_a_coupled_ratio_needs_no_weight_and_rejects_by_the_trainers_logprobs():
     assert correct(config, rollout, rollout, rows, 2, lag, trainer).keep_T.tolist() == [True, False]
     with pytest.raises(ValueError, match="needs the trainer's logprobs"):
         correct(config, rollout, rollout, rows, 2, lag)
+
+
+def test_correcting_leaves_its_inputs_as_they_are():
+    """What is rejected here is still there for whoever reads the batch next."""
+    inputs = torch.tensor([-1.0, 4.0, -9.0]), torch.tensor([-1.0, -1.0, -1.0]), torch.tensor([0, 0, 1])
+    before = [one.clone() for one in inputs]
+    config = CorrectionConfig(reject={"upper": 2.0, "level": "token"}, veto=0.01, staleness_power=1.0)
+    correction = correct(config, *inputs, 2, torch.ones(3))
+    assert correction.keep_T.tolist() == [True, False, False]
+    tokens = LossTokens(inputs[0].clone().requires_grad_(), *(torch.ones(3) for _ in range(4)), inputs[2], 2)
+    fields = [one.clone() for one in (tokens.logprobs_T, tokens.advantages_T, tokens.rows_T)]
+    policy_objective(tokens, correction, torch.ones(3), LossConfig()).loss.backward()
+    kept = (tokens.logprobs_T, tokens.advantages_T, tokens.rows_T)
+    assert all(torch.equal(a, b) for a, b in zip([*inputs, *kept], [*before, *fields], strict=True))
+    assert tokens.logprobs_T.grad.tolist()[1:] == [0.0, 0.0]
 
 
 # ---------------------------------------------------------------- what is refused

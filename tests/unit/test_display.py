@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from rich.console import Console
 
 from raypost import display, formatting
 from raypost.display import Progress, summary
@@ -15,7 +16,8 @@ from tests import synthetic_run as run
 
 REPORT: dict[str, Any] = {
     "status": "finished", "error": None, "name": "quickstart", "steps": 80, "num_steps": 80, "wall_s": 192.0,
-    "eval_before": 0.31, "eval_after": 0.87, "step_s_median": 0.75, "staleness_max": 1, "staleness_bound": 1,
+    "eval_before": 0.31, "eval_before_interval": None, "eval_after": 0.87, "eval_after_interval": (0.82, 0.914),
+    "step_s_median": 0.75, "staleness_max": 1, "staleness_bound": 1,
     "staleness_mean": 0.74, "trainer_idle_fraction": 0.34, "rollout_idle_fraction": 0.13, "overlap_s": 40.0,
     "window_s": 60.75, "sync_s_median": 0.045, "num_syncs": 81, "logprob_mismatch_max": 9e-6,
     "peak_memory_bytes": 4_120_000_000, "problems": [], "groups": run.counts().as_dict(), "length_bias": None,
@@ -94,6 +96,34 @@ def test_an_evaluation_says_how_far_it_is_from_the_first_and_what_failed(clock: 
     assert lines[-1].strip() == "held-out 0.62 after step 40 (+0.31 since the first), 2 responses failed"
 
 
+def test_an_evaluation_shows_its_intervals_and_the_pass_rates_that_were_asked_for(clock: Clock) -> None:
+    out = io.StringIO()
+    options = {"samples": 4, "temperature": 1.0, "pass_k": [2, 4]}
+    scores = {"held_out": 0.62, "held_out_low": 0.55, "held_out_high": 0.694, "pass@1": 0.62, "pass@4": 0.8}
+    Progress(run.config(eval=options), out=out).evaluated(0, scores)
+    assert (
+        out.getvalue().splitlines()[-1].strip() == "held-out 0.62 [0.55, 0.69] before training, pass@4 0.80"
+    )
+
+
+def test_the_table_of_an_evaluation_has_a_line_a_task_and_one_for_all() -> None:
+    options = run.config(eval={"samples": 4, "temperature": 0.7, "pass_k": [4]}).eval
+    scores = {
+        "held_out": 0.5, "held_out_low": 0.4, "held_out_high": 0.6, "held_out/sums": 0.25, "pass@1": 0.5,
+        "pass@4/sums": 1.0, "pass@4_low/sums": 0.9, "pass@4_high/sums": 1.0, "eval_failed": 3.0,
+    }  # fmt: skip
+    shown = io.StringIO()
+    Console(file=shown, width=120).print(display.scores_table(scores, ["sums", "words"], options))
+    cells = [[c.strip() for c in re.split("[│┃]", line)[1:-1]] for line in shown.getvalue().splitlines()]
+    assert [row for row in cells if row] == [
+        ["task", "mean@4", "pass@1", "pass@4"],
+        ["sums", "0.25", "–", "1.00 [0.90, 1.00]"],
+        ["words", "–", "–", "–"],
+        ["all", "0.50 [0.40, 0.60]", "0.50", "–"],
+    ]
+    assert "95 % intervals over prompts; 3 responses failed" in " ".join(shown.getvalue().split())
+
+
 def test_the_first_thing_shown_is_what_runs(clock: Clock) -> None:
     progress, out = plain()
     progress.phase("model tiny ready in 3.2 s")
@@ -143,7 +173,7 @@ def test_the_summary_has_the_figures_that_matter_and_the_path() -> None:
     text = summary(REPORT, Path("runs/quickstart"))
     for expected in (
         "finished: quickstart",
-        "0.31 -> 0.87  (+0.56)",
+        "0.31 -> 0.87 [0.82, 0.91]  (+0.56)",
         "80 of 80 in 3 min 12 s, 0.75 s each",
         "1294 sampled = 1280 trained + 2 failed + 4 expired + 5 buffered + 3 in flight; 0 lost",
         "at most 1 (bound 1), mean 0.74",

@@ -7,7 +7,7 @@ from transformers import GPT2Config, GPT2LMHeadModel
 from raypost.algorithm_config import CorrectionConfig, LossConfig
 from raypost.trainer.corrections import Correction, correct
 from raypost.trainer.logprobs import chosen_logprobs, sampling_support
-from raypost.trainer.losses import LossTokens, policy_objective, sequence_scales, value_loss
+from raypost.trainer.losses import LossTokens, policy_objective, sequence_scales, sft_loss, value_loss
 
 IDS = torch.tensor([[1, 2, 3, 4, 5], [6, 7, 8, 9, 10]])
 TARGETS = torch.tensor([3, 4, 9, 7, 8, 2])
@@ -135,6 +135,10 @@ def test_gradient_of_cispo_is_that_of_the_logprob_times_its_fixed_ratio(model):
     check(model, held)
     for name, parameter in model.named_parameters():
         assert torch.allclose(got[name], parameter.grad, rtol=1e-9, atol=1e-12), name
+
+
+def test_gradient_of_the_supervised_loss(model):
+    check(model, lambda: sft_loss(forward(model)[0], torch.full((6,), 1 / 6).double(), 0.5))
 
 
 @pytest.mark.parametrize("clip", [None, 0.2])

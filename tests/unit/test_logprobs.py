@@ -7,6 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from raypost.trainer.head import Sampling, sampled_logprobs
 from raypost.trainer.logprobs import chosen_logprobs, sampling_support
 
 
@@ -132,3 +133,34 @@ def test_rows_that_cut_nothing_keep_all_beside_rows_that_do():
     targets = torch.zeros(2, dtype=torch.long)
     support = sampling_support(logits, targets, torch.tensor([1.0, 0.3]), torch.tensor([0, 0]))
     assert support[0].all() and not support[1].all()
+
+
+@settings(max_examples=60, deadline=None)
+@given(seed=st.integers(0, 999), noise=st.sampled_from([1e-6, 0.01, 0.5]), p=st.sampled_from([0.05, 0.5, 0.9, 0.999]),
+       k=st.sampled_from([0, 1, 3]))  # fmt: skip
+def test_a_token_that_the_engine_could_sample_never_has_an_infinite_logprob(seed, noise, p, k):
+    """However far the trainer's logits are from the engine's, and wherever its own cut would fall."""
+    engine, temperatures = random_logits(1, 12, seed)
+    g = torch.Generator().manual_seed(seed)
+    tokens = torch.tensor(naive_support((engine / temperatures[:, None])[0].tolist(), p, k))
+    rows = len(tokens)
+    logits = (engine + noise * torch.randn(1, 12, generator=g)).repeat(rows, 1).requires_grad_()
+    sampling = Sampling(temperatures.repeat(rows), torch.full((rows,), p), torch.full((rows,), k))
+    logprobs, entropy = sampled_logprobs(logits, tokens, sampling, True)
+    assert logprobs.isfinite().all() and entropy.isfinite().all() and (logprobs <= 1e-9).all()
+    (logprobs + entropy).sum().backward()
+    assert logits.grad.isfinite().all()
+
+
+def test_finding_the_nucleus_again_is_about_as_exact_as_being_told_it():
+    g = torch.Generator().manual_seed(0)
+    engine = torch.randn(500, 256, generator=g) * 4
+    trainer = engine + 0.01 * torch.randn(500, 256, generator=g)
+    p, k, ones = torch.full((500,), 0.9), torch.zeros(500, dtype=torch.long), torch.ones(500)
+    mask = sampling_support(engine, engine.argmax(-1), p, k)
+    tokens = torch.multinomial(engine.softmax(-1) * mask, 1, generator=g)[:, 0]
+    expected, _ = chosen_logprobs(engine, tokens, ones, mask)
+    told, _ = chosen_logprobs(trainer, tokens, ones, mask)
+    found, _ = sampled_logprobs(trainer, tokens, Sampling(ones, p, k), False)
+    assert (mask != sampling_support(trainer, tokens, p, k)).any(-1).float().mean() > 0.02
+    assert (found - expected).abs().mean() < 1.15 * (told - expected).abs().mean()

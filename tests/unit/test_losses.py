@@ -18,6 +18,7 @@ from raypost.trainer.losses import (
     policy_objective,
     ppo,
     sequence_scales,
+    sft_loss,
     value_loss,
 )
 from raypost.trainer.rewards import kl_rewards
@@ -323,6 +324,19 @@ def test_value_loss_is_its_formula(seed, clip):
     terms = value_loss(*(torch.from_numpy(x) for x in (values, before, returns, scales)), clip)
     assert terms.loss.item() == pytest.approx(expected, abs=1e-9)
     assert bool(terms.clipped_T.any()) == (clip is not None)
+
+
+@given(lengths=LENGTHS, seed=SEEDS)
+def test_sft_loss_is_the_mean_cross_entropy_over_all_supervised_tokens_however_they_are_split(lengths, seed):
+    logprobs = make_tokens(lengths, seed).logprobs_T
+    expected = -0.5 * math.fsum(logprobs.tolist()) / sum(lengths)
+    scales = scales_of("token", lengths)
+    assert sft_loss(logprobs, scales, 0.5).item() == pytest.approx(expected, abs=1e-12)
+    parts = [
+        sft_loss(logprobs[part], scales[part], 0.5).item()
+        for part in (slice(lengths[0]), slice(lengths[0], None))
+    ]
+    assert sum(parts) == pytest.approx(expected, abs=1e-12)
 
 
 def advantage_weighted(tokens, config):

@@ -151,3 +151,14 @@ def test_the_critics_figures_are_the_formulas():
     assert got["value_loss"] == pytest.approx(whole.loss.item())
     assert got["value_mean"] == pytest.approx(values.mean().item()) and 0 < got["value_clip_fraction"] < 1
     assert "explained_variance" not in ValueSums().metrics(1)
+
+
+def test_supervised_tokens_have_a_mean_of_their_own_over_all_micro_batches_and_count_in_the_loss():
+    logprobs = -torch.rand(7, generator=torch.Generator().manual_seed(3)).double()
+    sums = StepSums()
+    for part in (slice(0, 3), slice(3, 3), slice(3, 7)):
+        sums.add_sft(logprobs[part], -0.5 * logprobs[part].sum() / 7)
+    got = sums.metrics(2)
+    assert got["sft_loss"] == pytest.approx(-logprobs.mean().item()) and got["sft_tokens"] == 7
+    assert got["loss"] == pytest.approx(-0.5 * logprobs.mean().item() / 2)
+    assert got.keys() == {"loss", "sft_loss", "sft_tokens"} and "sft_loss" not in StepSums().metrics(1)

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from raypost.packed import pack_groups
 from raypost.trainer.packing import PackingRule, Unit, make_units, micro_batches, plan_micro_batches, spread
 from raypost.trainer.token_advantages import with_advantage
-from raypost.trainer.train_batch import plan_batch
+from raypost.trainer.train_batch import Limits, plan_batch
 from raypost.types import Group, RolloutState, SampleParams, Status
 
 
@@ -225,6 +225,53 @@ def test_untrainable_trajectories_are_left_out_by_name_and_the_group_keeps_its_t
     for part in ("sample 1: status is failed (judge died)", "sample 2: reward is nan", "sample 3: no token",
                  "sample 4: a trained token's logprob", "sample 5: the prompt is empty"):  # fmt: skip
         assert f"group ('task', 1) {part}" in text
+
+
+def test_what_a_model_cannot_read_or_was_not_sampled_is_left_out_by_name():
+    def bad_logprob(state):
+        state.logprobs[1] = 0.5
+
+    def minus_infinity(state):
+        state.logprobs[1] = -np.inf
+
+    def nobody(state):
+        state.policy_versions[2] = -1
+
+    def foreign(state):
+        state.response_ids[0] = 200
+
+    def negative(state):
+        state.prompt_ids = np.asarray([-1, 2], np.int32)
+
+    def greedy(state):
+        state.sample_params = SampleParams(max_tokens=64, temperature=0.0)
+
+    def infinite(state):
+        state.reward = float("-inf")
+
+    cases = {
+        bad_logprob: "a trained token's logprob is 0.5, above 0", minus_infinity: "logprob is not finite",
+        nobody: "a trained token has no policy version",
+        foreign: "token id 200 is outside the model's vocabulary of 200",
+        negative: "token id -1 is outside", greedy: "temperature is 0.0: greedy tokens", infinite: "reward is -inf",
+    }  # fmt: skip
+    states = [make_state(1, i, reward=float(i)) for i in range(len(cases) + 3)]
+    for state, spoil in zip(states, cases, strict=False):
+        spoil(state)
+    long = states[len(cases)]
+    long.append_segment(*(np.zeros(8, np.int32), np.zeros(8, np.float32), np.zeros(8, np.int32)))
+    batch = plan_batch(pack_groups([Group(task="task", group_id=1, states=states)]), 2, 1, Limits(200, 14))
+    assert [sample.state.sample_index for sample in batch.samples] == [len(cases) + 1, len(cases) + 2]
+    for i, text in enumerate(
+        [*cases.values(), "it has 15 tokens, more than 14, the longest max_prompt_tokens"]
+    ):
+        assert batch.left_out[i].startswith(f"group ('task', 1) sample {i}: ") and text in batch.left_out[i]
+    # Rounding of a logarithm, and what is at the limits, is fine; so is anything without limits.
+    states[-1].logprobs[0], states[-1].response_ids[0] = 1e-6, 199
+    states[-1].append_segment(*(np.zeros(7, np.int32), np.zeros(7, np.float32), np.zeros(7, np.int32)))
+    group = Group(task="task", group_id=1, states=states[-2:])
+    assert plan_batch(pack_groups([group]), 2, 1, Limits(200, 14)).left_out == []
+    assert len(planned([Group(task="task", group_id=1, states=[long, states[-1]])]).samples) == 2
 
 
 def test_a_masked_tokens_logprob_may_be_anything():

@@ -14,16 +14,28 @@ from transformers import (
     Gemma3TextConfig,
     GPT2Config,
     GPT2LMHeadModel,
+    GPTNeoXConfig,
+    GPTNeoXForCausalLM,
+    GraniteConfig,
+    GraniteForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
     MambaConfig,
     MambaForCausalLM,
+    MistralConfig,
+    MistralForCausalLM,
     MixtralConfig,
     MixtralForCausalLM,
+    Olmo2Config,
+    Olmo2ForCausalLM,
+    Phi3Config,
+    Phi3ForCausalLM,
     Qwen2Config,
     Qwen2ForCausalLM,
     Qwen3Config,
     Qwen3ForCausalLM,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
 )
 
 from raypost.errors import ConfigError
@@ -31,7 +43,7 @@ from raypost.packed import pack_groups
 from raypost.trainer.attention import positions_of
 from raypost.trainer.head import LogitRule, Sampling
 from raypost.trainer.packing import PackingRule, Segment, micro_batches
-from raypost.trainer.policy import Critic, Policy, pair_cost
+from raypost.trainer.policy import Critic, Policy, load_model, pair_cost
 from raypost.trainer.self_check import check_head, check_packing
 from raypost.trainer.train_batch import plan_batch
 from raypost.types import Group, RolloutState, SampleParams, Status
@@ -51,9 +63,22 @@ ARCHITECTURES = {
         Qwen2Config(**SIZES, use_sliding_window=True, sliding_window=5, max_window_layers=1)
     ),
     "qwen3": lambda: Qwen3ForCausalLM(Qwen3Config(**SIZES, head_dim=8)),
-    "gemma2": lambda: Gemma2ForCausalLM(Gemma2Config(**SIZES, **WINDOW, final_logit_softcapping=4.0)),
+    "gemma2": lambda: Gemma2ForCausalLM(
+        Gemma2Config(**SIZES, **WINDOW, final_logit_softcapping=4.0, attn_logit_softcapping=2.0,
+                     attn_implementation="eager")
+    ),
     "gemma3": lambda: Gemma3ForCausalLM(Gemma3TextConfig(**SIZES, **WINDOW)),
     "mixtral": lambda: MixtralForCausalLM(MixtralConfig(**SIZES, num_local_experts=4)),
+    "qwen3 moe": lambda: Qwen3MoeForCausalLM(
+        Qwen3MoeConfig(**SIZES, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=16, head_dim=8)
+    ),
+    "mistral": lambda: MistralForCausalLM(MistralConfig(**SIZES, sliding_window=5)),
+    "phi3": lambda: Phi3ForCausalLM(Phi3Config(**SIZES)),
+    "olmo2": lambda: Olmo2ForCausalLM(Olmo2Config(**SIZES)),
+    "granite": lambda: GraniteForCausalLM(GraniteConfig(**SIZES, logits_scaling=2.0, attention_multiplier=0.2)),
+    "gpt neox": lambda: GPTNeoXForCausalLM(
+        GPTNeoXConfig(**{name: size for name, size in SIZES.items() if name != "num_key_value_heads"})
+    ),
     "cohere": lambda: CohereForCausalLM(CohereConfig(**SIZES, logit_scale=0.3)),
     "gpt2": lambda: GPT2LMHeadModel(
         GPT2Config(vocab_size=VOCAB, n_embd=32, n_layer=2, n_head=4, n_positions=128, initializer_range=0.3,
@@ -159,11 +184,11 @@ def test_long_responses_after_short_prompts_and_the_reverse_are_equal_too():
 
 
 def test_gradient_checkpointing_changes_nothing():
-    batch, policy = make_samples(), Policy(make_model())
-    expected = gradients(policy, batch, single(batch))
+    batch, policy, rule = make_samples(), Policy(make_model()), PackingRule(100, pair_cost=0.001)
     policy.set_packed(True)
+    expected = gradients(policy, batch, rule)
     policy.model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-    assert_equal(gradients(policy, batch, PackingRule(100, pair_cost=0.001)), expected)
+    assert_equal(gradients(policy, batch, rule), expected, tolerance=1e-6)
 
 
 def test_positions_go_on_from_the_prompt():
@@ -219,11 +244,17 @@ def test_a_head_that_is_not_understood_runs_as_the_model_has_it(caplog):
 # ---------------------------------------------------------------- the check at the start
 
 
-@pytest.mark.parametrize("name", ["llama", "gemma3", "gpt2"])
+@pytest.mark.parametrize("name", ARCHITECTURES)
 def test_architectures_that_pack_pass_the_check(name):
     policy = Policy(make_model(name))
     check_packing(policy, policy, max_length=64)
     assert policy.packed and policy.training
+    check_head(policy, policy)
+    assert policy.chunked
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt2"])
+def test_a_critic_is_checked_too(name):
     critic = Critic(make_model(name))
     torch.nn.init.normal_(critic.value.weight)
     check_packing(critic, critic, max_length=64)
@@ -267,6 +298,19 @@ def test_a_window_that_is_not_respected_is_refused_if_a_sequence_could_exceed_it
     policy.set_packed(False)
     with pytest.raises(ConfigError, match="packed rows change its outputs"):
         check_packing(policy, policy, max_length=64)
+
+
+def test_scores_that_are_capped_are_capped_by_every_attention(tmp_path):
+    # The attention that transformers would choose leaves the cap out.
+    make_model("gemma2").save_pretrained(tmp_path)
+    ids_BL = torch.arange(24)[None]
+    fused = Gemma2ForCausalLM.from_pretrained(tmp_path, attn_implementation="sdpa").eval()
+    capped = load_model(str(tmp_path), "float32").eval()
+    with torch.no_grad():
+        assert (capped(ids_BL).logits - fused(ids_BL).logits).abs().max() > 0.1
+    policy = Policy(capped)
+    check_packing(policy, policy, max_length=64)
+    assert policy.packed
 
 
 def test_layers_of_a_foreign_type_are_refused_by_name():

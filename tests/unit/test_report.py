@@ -71,7 +71,14 @@ def write_whole_run(folder: Path, clock: Clock, steps: int = run.STEPS) -> RunWr
     write_steps(recorder, clock, 1, steps)
     recorder.write_spans(run.last_spans(steps))
     clock.now = run.train_start_s(steps + 1) + run.FIRST_EVAL_S
-    recorder.write_eval(steps, {"held_out": 0.84, "eval_failed": 0.0})
+    interval = {
+        "held_out_low": 0.79,
+        "held_out_high": 0.88,
+        "pass@16": 0.9,
+        "pass@16_low": 0.851,
+        "pass@16_high": 1.0,
+    }
+    recorder.write_eval(steps, {"held_out": 0.84, "eval_failed": 0.0} | interval)
     recorder.write_usage(4_000_000_000, 123_456, {})
     return recorder
 
@@ -86,6 +93,7 @@ def test_every_figure_equals_what_is_computed_by_hand(tmp_path: Path, clock: Clo
     assert (report["steps"], report["num_steps"]) == (80, 80)
     assert report["wall_s"] == pytest.approx(20 + 2 + 1 + 80 * 0.75 + 2, abs=1e-3)
     assert (report["eval_before"], report["eval_after"]) == (0.23, 0.84)
+    assert (report["eval_before_interval"], report["eval_after_interval"]) == (None, [0.79, 0.88])
     assert report["groups"] == {
         "sampled": 1294, "trained": 1280, "filtered": 0, "failed": 2, "expired": 4, "buffered": 5,
         "in_flight": 3, "lost": 0,
@@ -419,9 +427,11 @@ def test_the_page_is_self_contained_and_shows_figures_and_plots(tmp_path: Path, 
     page.feed(html)
     assert page.open == [] and page.loaded == []
     assert not re.search(r"@import|url\((?!#)", html)
-    for expected in ("0.23 → 0.84", "1,280", "both at once", "rollout-worker-0", "trainer-0", "weight-broadcaster",
+    for expected in ("0.23 → 0.84", "95 % interval [0.79, 0.88]", "0.900 [0.85, 1.00]",
+                     "1,280", "both at once", "rollout-worker-0", "trainer-0", "weight-broadcaster",
                      "Held-out score", "Reward", "Loss", "Staleness of trained groups", "Logprob"):  # fmt: skip
         assert expected in page.text, expected
+    assert "held out low" not in page.text, "bounds stand beside what they bound"
     for name in (files.TIMELINE_PNG, files.CURVES_PNG):
         assert (tmp_path / name).read_bytes().startswith(b"\x89PNG")
 

@@ -24,7 +24,7 @@ from tests.unit.test_numbers import TABLE, names_of, progress_of, strategy
 
 ROOT = Path(__file__).resolve().parents[2]
 README = ROOT / "tests" / "README.md"
-NUMBERS = {str(number) for number in (*range(1, 76), *range(90, 101))} | {"19a", "19b", "58a", "58b", "58c"}
+NUMBERS = {str(number) for number in (*range(1, 76), *range(90, 115))} | {"19a", "19b", "58a", "58b", "58c"}
 REFERENCE = re.compile(r"`([\w/]+\.py)::(\w+)(?:\[N(\d+)\])?`")
 
 

@@ -9,7 +9,7 @@ from actors.weight_broadcaster import WeightBroadcaster
 from raypost.config import SyncConfig
 from raypost.errors import StaleWeightsError, WeightError
 from raypost.types import WeightReport
-from raypost.weights import pack
+from raypost.weights import DOWN, UP, pack, pack_adapters
 
 CANARY = np.arange(4, dtype=np.int32)
 
@@ -59,6 +59,20 @@ async def test_same_version_again_sends_nothing() -> None:
     sync, trainer = broadcaster()
     assert await sync.broadcast(3) == await sync.broadcast(3)
     assert trainer.published == [3]
+
+
+async def test_a_base_counts_as_sent_with_the_first_version_that_has_it() -> None:
+    sync, trainer = broadcaster()
+    base, buckets = pack(0, [("w", np.zeros(64, np.uint8), "float32", (4, 4))], 1 << 20)
+    factors = [(f"w{part}", np.zeros(16, np.uint8), "float32", shape) for part, shape in
+               ((DOWN, (1, 4)), (UP, (4, 1)))]  # fmt: skip
+
+    async def publish(version: int):
+        manifest, own = pack_adapters(version, base, factors, {"w": 1.0}, 1 << 20)
+        return manifest, buckets + own
+
+    trainer.publish = publish  # type: ignore[method-assign]
+    assert [(await sync.broadcast(version)).nbytes for version in (0, 1, 2)] == [64 + 80, 80, 80]
 
 
 async def test_versions_never_go_back() -> None:

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from raypost.errors import WeightError
-from raypost.weights import ALIGNMENT, pack, verify, views
+from raypost.weights import ALIGNMENT, DOWN, UP, Manifest, bytes_of, pack, pack_adapters, verify, views
 
 
 def make_tensors(seed=0):
@@ -86,3 +86,91 @@ def test_noncontiguous_and_read_only_bytes_are_packed():
     data.flags.writeable = False
     manifest, buckets = pack(1, [("half", data[::2], "uint8", (8,))], 64)
     assert np.array_equal(next(views(manifest, buckets))[1], data[::2])
+
+
+# ---------------------------------------------------------------- adapters
+
+
+def flat(name, array):
+    return name, array.reshape(-1).view(np.uint8), str(array.dtype), array.shape
+
+
+def make_adapters(version=7, seed=0, scale=0.5, bucket_bytes=1 << 20):
+    """A version with adapters of `embed` [7, 5], and all buckets."""
+    base, buckets = pack(0, make_tensors()[1], 100)
+    rng = np.random.default_rng(seed)
+    factors = [
+        flat("embed" + DOWN, rng.normal(size=(2, 5)).astype(np.float32)),
+        flat("embed" + UP, rng.normal(size=(7, 2)).astype(np.float32)),
+    ]
+    manifest, own = pack_adapters(version, base, factors, {"embed": scale}, bucket_bytes)
+    return manifest, buckets + own, base
+
+
+def test_a_version_with_adapters_is_the_base_and_a_bucket_of_factors():
+    manifest, buckets, base = make_adapters()
+    verify(manifest, buckets)
+    assert (manifest.base, manifest.base_buckets) == (base.digest, len(base.bucket_sizes))
+    assert len(buckets) == len(base.bucket_sizes) + 1 and buckets[-1].nbytes < 200
+    added = {entry.name: entry.added for entry in manifest.tensors}
+    assert [name for name, one in added.items() if one] == ["embed"]
+    rng = np.random.default_rng(0)
+    for factor in (added["embed"].down, added["embed"].up):
+        expected = rng.normal(size=factor.shape).astype(np.float32)
+        assert np.array_equal(bytes_of(factor, buckets).view(np.float32).reshape(factor.shape), expected)
+
+
+@pytest.mark.parametrize("make", [lambda: pack(3, make_tensors()[1], 64)[0], lambda: make_adapters()[0]])
+def test_a_manifest_survives_its_way_as_text(make):
+    assert Manifest.decoded(make().encoded()) == make()
+
+
+def test_digest_covers_base_factors_and_scale_but_neither_version_nor_layout():
+    manifest = make_adapters()[0]
+    assert make_adapters(version=8, bucket_bytes=64)[0].digest == manifest.digest
+    others = [make_adapters(seed=1)[0], make_adapters(scale=0.25)[0], make_adapters()[2]]
+    assert len({manifest.digest, *(other.digest for other in others)}) == 4
+    contents = [{entry.name: entry.content for entry in one.tensors} for one in (manifest, others[1])]
+    assert [name for name in contents[0] if contents[0][name] != contents[1][name]] == ["embed"]
+
+
+def test_a_damaged_factor_and_a_damaged_base_are_named_and_a_wrong_scale_is_noticed():
+    manifest, buckets, _ = make_adapters()
+    factor = manifest.tensors[0].added.up
+    buckets[factor.bucket][factor.offset + 3] ^= 1
+    with pytest.raises(WeightError, match=r"version 7: tensor 'embed\.lora_up'"):
+        verify(manifest, buckets)
+    manifest, buckets, base = make_adapters()
+    victim = next(entry for entry in manifest.tensors if entry.name == "norm")
+    buckets[victim.bucket][victim.offset] ^= 1
+    with pytest.raises(WeightError, match="version 7: tensor 'norm'"):
+        verify(manifest, buckets)
+    verify(manifest, buckets, known_base=base.digest)
+    manifest, buckets, _ = make_adapters()
+    louder = replace(manifest.tensors[0], added=replace(manifest.tensors[0].added, scale=0.75))
+    with pytest.raises(WeightError, match="the manifest's own digest"):
+        verify(replace(manifest, tensors=(louder, *manifest.tensors[1:])), buckets)
+
+
+def test_another_base_than_the_one_named_is_refused():
+    manifest, buckets, _ = make_adapters()
+    other = replace(manifest.tensors[1], digest="0" * 32)
+    tensors = (manifest.tensors[0], other, *manifest.tensors[2:])
+    with pytest.raises(WeightError, match="version 7: its base is not the one with digest"):
+        verify(replace(manifest, tensors=tensors), buckets, known_base=manifest.base)
+
+
+def test_factors_must_come_in_pairs_for_matrices_of_the_base_and_fit_them():
+    base = pack(0, make_tensors()[1], 100)[0]
+    down, up = np.zeros((2, 5), np.float32), np.zeros((7, 2), np.float32)
+    cases = {
+        "'embed' lacks a factor": ([flat("embed" + DOWN, down)], {"embed": 1.0}),
+        "'other.lora_down' adapts no tensor": ([flat("other" + DOWN, down), flat("other" + UP, up)], {}),
+        r"\(7, 5\) cannot be added to by factors \(7, 2\) and \(1, 5\)": (
+            [flat("embed" + DOWN, down[:1]), flat("embed" + UP, up)],
+            {"embed": 1.0},
+        ),
+    }
+    for message, (factors, scales) in cases.items():
+        with pytest.raises(WeightError, match=message):
+            pack_adapters(1, base, factors, scales, 1 << 20)

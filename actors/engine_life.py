@@ -1,0 +1,128 @@
+"""EngineLife: the engine of one worker from its start to its end, and the end of the process with it.
+
+Owns the environment of an engine, how it is built, the watch over its processes and how it is given up. Owns
+neither the gate in front of it nor what it holds: those are the worker's.
+
+Invariants: a process whose engine died ends itself; an engine's process whose owner died does, too.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import select
+import threading
+import time
+from collections.abc import Awaitable, Callable
+from typing import Any, Generic, NoReturn, Protocol, TypeVar
+
+from raypost.engine_config import QUIET, EngineConfig
+
+
+class AnyEngine(Protocol):
+    """What an engine must have to be looked after."""
+
+    async def prepare(self) -> list[int]:
+        """Tie the engine's processes to this one; their ids."""
+        ...
+
+    async def warm_up(self) -> None:
+        """Work once: the first time costs seconds."""
+        ...
+
+    @property
+    def is_dead(self) -> bool:
+        """Whether its processes are gone."""
+        ...
+
+    def shutdown(self) -> None:
+        """End its processes."""
+        ...
+
+
+EngineT = TypeVar("EngineT", bound=AnyEngine)
+T = TypeVar("T")
+log = logging.getLogger(__name__)
+
+
+class EngineLife(Generic[EngineT]):
+    """At most one engine at a time. Every method belongs to one event loop."""
+
+    def __init__(self, name: str, config: EngineConfig, make: Callable[[], EngineT]) -> None:
+        """`make` blocks for seconds; it is called on a thread, in the environment that `config` asks for."""
+        self._name, self._config, self._make = name, config, make
+        self._watched: list[int] = []
+        self.engine: EngineT | None = None
+        self.info: dict[str, Any] = {}
+        """{pid, engine_pids, init_s} of the engine built last."""
+
+    async def build(self) -> EngineT:
+        """Start an engine and warm it up. What was started is left to `discard` if this raises."""
+        os.environ.update(QUIET | os.environ | self._config.environment())
+        begin = time.monotonic()
+        await asyncio.to_thread(self._hold)
+        assert self.engine is not None, "made just now"
+        pids = await self.engine.prepare()
+        self._watch(pids)
+        await self.engine.warm_up()
+        self.info = {"pid": os.getpid(), "engine_pids": pids, "init_s": time.monotonic() - begin}
+        return self.engine
+
+    def _hold(self) -> None:
+        # Not returned: the thread would keep its result, and with it a discarded engine.
+        self.engine = self._make()
+
+    def discard(self) -> None:
+        """End the engine's processes, if there is one."""
+        if self.engine is None:
+            return
+        self._unwatch()
+        engine, self.engine = self.engine, None
+        # On this loop: one that ran meanwhile would report a dead engine.
+        engine.shutdown()
+
+    async def alive(self, call: Awaitable[T]) -> T:
+        """Await a call to the engine; end this process if the engine turns out to be dead."""
+        try:
+            return await call
+        except Exception as error:
+            self.check(f": {error}")
+            raise
+
+    def check(self, why: str = "") -> None:
+        """End this process if the engine is dead."""
+        if self.engine is not None and self.engine.is_dead:
+            self._die(f"its engine is dead{why}")
+
+    def _watch(self, pids: list[int]) -> None:
+        """End this process when one of the engine's ends: nothing else would be noticed while idle."""
+        loop = asyncio.get_running_loop()
+        for pid in pids:
+            process = os.pidfd_open(pid)
+            loop.add_reader(process, self._die, f"its engine process {pid} ended")
+            self._watched.append(process)
+
+    def _unwatch(self) -> None:
+        loop = asyncio.get_running_loop()
+        for process in self._watched:
+            loop.remove_reader(process)
+            os.close(process)
+        self._watched.clear()
+
+    def _die(self, reason: str) -> NoReturn:
+        # An actor without its engine would stay alive and fail every call; only its end makes Ray restart it.
+        log.critical("%s ends itself: %s", self._name, reason)
+        logging.shutdown()
+        os._exit(1)
+
+
+def end_with(owner_pid: int) -> None:
+    """End this process, an engine's, as soon as the owner's ends, however it ended."""
+    owner = os.pidfd_open(owner_pid)
+
+    def wait() -> None:
+        select.select([owner], [], [])
+        os._exit(1)
+
+    threading.Thread(target=wait, name="end-with-owner", daemon=True).start()

@@ -1,0 +1,54 @@
+"""Colocated placement: engines and ranks share devices and take turns, one batch after the other.
+
+    resume -> produce_batch -> pause -> engines sleep -> fit -> publish -> ranks offload -> engines wake and load
+
+The same producer as in jobs/train.py, called once a step instead of running for ever, so a round may also end with
+fewer groups than the batch has (`strategy.should_continue`).
+
+    ray job submit --working-dir . -- python -m jobs.colocate --config jobs/recipes/colocate.yaml
+"""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from pathlib import Path
+
+if __package__ in (None, ""):  # run as a file: the repository root is not on the path yet
+    sys.path[0] = str(Path(__file__).resolve().parent.parent)
+
+from jobs.driver import main
+from jobs.wiring import spawn
+from raypost.config import Config
+
+
+async def colocate(cfg: Config, stop: asyncio.Event) -> None:
+    """The main loop. Ends after `train.num_steps`, or at the next pause once `stop` is set."""
+    async with spawn(cfg, stop) as roles:
+        step = version = await roles.restore()  # 0 on a fresh run
+        await roles.broadcast(version)
+        if step == 0:
+            await roles.evaluate(step)
+        while not roles.finished(step):
+            await roles.producer.resume(version)  # engines wake
+            status, batch_ref = await roles.produce_batch(step + 1)
+            await roles.pause(step + 1)
+            await roles.engines_to_ranks(step + 1)
+            if batch_ref is not None:
+                step += 1
+                metrics = await roles.trainer.fit(batch_ref, step)
+                await roles.producer.acknowledge(step)
+                await roles.log(step, status, metrics)
+            if cfg.save_due(step) or stop.is_set():
+                await roles.save(step)
+            if batch_ref is None or cfg.sync_due(step) or roles.finished(step):
+                version = step
+                await roles.broadcast(version)  # ranks offload, engines load
+            else:
+                await roles.trainer.offload()
+            if cfg.eval_due(step):
+                await roles.evaluate(step)
+
+
+if __name__ == "__main__":
+    sys.exit(main(colocate, placement="colocate"))

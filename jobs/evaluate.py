@@ -1,0 +1,222 @@
+"""Evaluate a model on a recipe's held-out problems: its engines, agent loops and judges, and no trainer.
+
+    folder -> FolderWeights --broadcast--> rollout workers <- agent loops <- evaluator -> scores
+
+    python -m jobs.evaluate --config jobs/recipes/quickstart.yaml --checkpoint runs/quickstart/checkpoints/best
+
+`--checkpoint`: one of a run, saved with checkpoint.hf. `--model`: a Hugging Face folder. Without both: the model that
+the recipe starts from. Prints a table, and writes the scores as JSON beside the run, or to `--output`. Exit code: 0
+done, or stopped (then there are no scores), 1 failed, 2 refused.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import logging
+import sys
+import time
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+if __package__ in (None, ""):  # run as a file: the repository root is not on the path yet
+    sys.path[0] = str(Path(__file__).resolve().parent.parent)
+
+import ray
+from rich.console import Console
+
+from actors.evaluator import Evaluator
+from actors.folder_weights import FolderWeights
+from actors.placement import cluster_nodes
+from actors.remote import Remote, within
+from actors.weight_broadcaster import SyncReport, WeightBroadcaster
+from jobs.cast import CALL_TIMEOUT_S, Cast
+from jobs.driver import EXIT_REFUSED, _overrides, _run, connect
+from jobs.wiring import PRODUCTION, _prepared
+from raypost import plan
+from raypost.checkpoint import HF, verify_files
+from raypost.checks import model_problems, source_problems
+from raypost.config import Config, load_config
+from raypost.display import scores_table
+from raypost.errors import ClusterError, ConfigError, RaypostError, StoppedError
+from raypost.report.files import write_json
+from raypost.report.summary import package_versions, recipe_digest
+from raypost.resources import describe, place
+
+WIDTH = 120
+"""Columns of the table where there is no terminal to ask."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Subject:
+    """What is evaluated, and where its scores go."""
+
+    config: Config
+    """Its model is the one to evaluate."""
+    step: int
+    """After which it was saved; 0 for a model that raypost did not train."""
+    output: Path
+
+
+async def evaluate(subject: Subject, stop: asyncio.Event) -> None:
+    """Start everything, score, show, write, end everything. Raises StoppedError if `stop` comes first."""
+    cast, start = Cast(subject.config), time.monotonic()
+    scoring = asyncio.ensure_future(_score(cast, subject.step))
+    stopping = asyncio.ensure_future(stop.wait())
+    try:
+        await asyncio.wait({scoring, stopping}, return_when=asyncio.FIRST_COMPLETED)
+        if not scoring.done():
+            raise StoppedError("stopped before the evaluation had ended: there are no scores")
+        sync, scores = scoring.result()
+    finally:
+        for task in (scoring, stopping):
+            task.cancel()
+        await asyncio.gather(scoring, stopping, return_exceptions=True)
+        await cast.end()
+    _show(subject, scores)
+    write_json(subject.output, _record(subject, sync, scores, time.monotonic() - start))
+    _say(f"written to {subject.output}")
+
+
+async def _score(cast: Cast, version: int) -> tuple[SyncReport, dict[str, float]]:
+    cfg = cast.cfg
+    prepare = ray.remote(num_cpus=0)(_prepared).options(name="prepare-model").remote(cfg)
+    _say(f"preparing model {cfg.model.name}")
+    path, _, canary_ids = await within(prepare, cfg.train.step_timeout_s, f"model {cfg.model.name}")
+    control = cast.engines("rollout_worker", PRODUCTION, path)
+    loops = [bundle.name for bundle in plan.bundles(cfg) if bundle.role == "agent_loop"]
+    agents = cast.agents(loops, path, PRODUCTION, cast.judges())
+    cast.add(FolderWeights, cfg, path, name="folder-weights")
+    cast.add(Evaluator, cfg, path, agents, control, name="evaluator")
+    weights = Remote("folder-weights", cfg.train.step_timeout_s)
+    starting = cast.handles[PRODUCTION].start.remote()
+    engines = await within(
+        starting, cfg.rollout.start_timeout_s + CALL_TIMEOUT_S, "the rollout workers to start"
+    )
+    _say(f"rollout workers: {len(engines)} ready")
+    sync = await WeightBroadcaster(weights, control, cfg.sync, canary_ids).broadcast(version)
+    _say(f"weights {sync.digest[:12]} are in all engines; evaluating")
+    evaluator = Remote("evaluator", cfg.eval.timeout_s + CALL_TIMEOUT_S)
+    return sync, await evaluator.evaluate(version)
+
+
+def _show(subject: Subject, scores: dict[str, float]) -> None:
+    console = Console() if sys.stdout.isatty() else Console(width=WIDTH)
+    names = [task.name for task in subject.config.tasks]
+    console.print(scores_table(scores, names, subject.config.eval))
+
+
+def _record(subject: Subject, sync: SyncReport, scores: dict[str, float], seconds: float) -> dict[str, Any]:
+    cfg = subject.config
+    return {
+        "model": cfg.model.name,
+        "step": subject.step,
+        "weights_digest": sync.digest,
+        "recipe": cfg.name,
+        "recipe_digest": recipe_digest(cfg),
+        "seed": cfg.seed,
+        "eval": cfg.eval.model_dump(mode="json"),
+        "time": datetime.now(UTC).isoformat(timespec="seconds"),
+        "seconds": seconds,
+        "versions": package_versions(),
+        "scores": scores,
+    }
+
+
+# ---------------------------------------------------------------- the command line
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Validate, evaluate. Returns the exit code."""
+    logging.basicConfig(
+        level=logging.INFO, format="%(asctime)s %(levelname).1s %(name)s: %(message)s", force=True
+    )
+    args = _arguments(argv)
+    try:
+        subject = _subject(args)
+        _check(subject.config)
+        connect()
+        _check_cluster(subject.config)
+    except (RaypostError, ConnectionError) as error:
+        print(f"refused: {error}", file=sys.stderr, flush=True)
+        return EXIT_REFUSED
+    try:
+        return asyncio.run(
+            _run(lambda _, stop: evaluate(subject, stop), subject.config, "there will be no scores")
+        )
+    finally:
+        ray.shutdown()
+
+
+def _subject(args: argparse.Namespace) -> Subject:
+    config, step = load_config(Path(args.config), _overrides(args)), 0
+    # Nothing is trained: engines have devices of their own, and there is no critic.
+    train = config.train.model_copy(update={"critic": None})
+    update: dict[str, Any] = {
+        "placement": "separate",
+        "train": train,
+        "runs_dir": config.runs_dir.expanduser().resolve(),
+    }
+    config = config.model_copy(update=update)
+    folder, output = (
+        args.model,
+        config.runs_dir / f"evaluation-{Path(args.model or config.model.name).name}.json",
+    )
+    if args.checkpoint is not None:
+        checkpoint = args.checkpoint.resolve()
+        step, folder = verify_files(checkpoint), checkpoint / HF
+        if not folder.is_dir():
+            raise ConfigError(f"{checkpoint} has no folder {HF}: it was saved with checkpoint.hf: false")
+        home = checkpoint.parent.parent if checkpoint.parent.name == "checkpoints" else checkpoint.parent
+        output = home / f"evaluation-step-{step}.json"
+    if folder is not None:
+        if not folder.is_dir():
+            raise ConfigError(f"model folder {folder} does not exist")
+        model = config.model.model_copy(update={"name": str(folder.resolve()), "options": {}})
+        config = config.model_copy(update={"model": model})
+    return Subject(config=config, step=step, output=args.output or output)
+
+
+def _check(config: Config) -> None:
+    problems = [*model_problems(config), *source_problems(config)]
+    if config.eval.num_prompts == 0:
+        problems.append("eval.num_prompts is 0, so there is nothing to evaluate: set eval.num_prompts=128")
+    if problems:
+        raise ConfigError("\n  ".join([f"{len(problems)} problem(s)", *problems]))
+
+
+def _check_cluster(config: Config) -> None:
+    cluster = plan.ClusterResources(cluster_nodes(), elastic=config.autoscaling)
+    engines = [bundle for bundle in plan.bundles(config) if bundle.role == "rollout_worker"]
+    homeless = [bundle for bundle in engines if bundle.name not in place(engines, cluster)]
+    if homeless and not cluster.elastic:
+        wanted = describe(homeless[0].resources)
+        raise ClusterError(
+            f"{homeless[0].name} needs {wanted} on one node, and no node has that left: add nodes, or lower "
+            "rollout.num_workers"
+        )
+
+
+def _arguments(argv: list[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--config", required=True, help="recipe, for instance jobs/recipes/quickstart.yaml")
+    subject = parser.add_mutually_exclusive_group()
+    subject.add_argument("--checkpoint", type=Path, help="for instance runs/NAME/checkpoints/best")
+    subject.add_argument("--model", type=Path, help="a Hugging Face folder")
+    parser.add_argument("--output", type=Path, help="JSON file of the scores")
+    parser.add_argument("--name", help="name of the run folder")
+    parser.add_argument("--runs-dir", help="folder of all runs")
+    parser.add_argument("overrides", nargs="*", metavar="key=value", help="for instance eval.samples=8")
+    return parser.parse_args(argv)
+
+
+def _say(text: str) -> None:
+    print(f"raypost: {text}", flush=True)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,146 @@
+"""Judges that ask a reward model, and what a reward model reads.
+
+Owns the text that is scored, its tokens and what a failure becomes. Owns no model: whoever gives the judge one hosts
+it.
+
+    prompt, response -> conversation in the reward model's own chat template -> its own tokens -> score
+                        (one after the other, where its tokenizer has no template)
+
+Invariants: the score is the model's output as it is, neither squashed nor scaled; nothing is cut to fit; a response
+that cannot be scored raises JudgeError and never gets a score.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import math
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+
+from raypost.config import RewardModelConfig
+from raypost.datasets.prompt import fill
+from raypost.errors import ConfigError, JudgeError, RaypostError
+from raypost.task_config import TaskConfig
+from raypost.tokenizer import Tokenizer
+from raypost.types import IntArray, RolloutState
+
+_KIND = "ForSequenceClassification"
+"""How Transformers calls the architectures of sequence classifiers."""
+
+
+class RewardModel(Protocol):
+    """A model that scores one response at a time; many are asked at once."""
+
+    async def score(self, prompt: str, response: str) -> float:
+        """How good the response is. Raises RaypostError if it cannot be scored."""
+        ...
+
+
+class RewardModelJudge:
+    """The reward is what a reward model says about the task's prompt and the response."""
+
+    def __init__(self, model: RewardModel, task: TaskConfig) -> None:
+        self._model, self._task = model, task
+
+    async def judge(self, states: list[RolloutState]) -> list[float]:
+        """One score per state. Raises JudgeError naming the first that has none."""
+        scores = await asyncio.gather(*map(self._score, states), return_exceptions=True)
+        for score in scores:
+            if isinstance(score, BaseException):
+                raise score
+        return [score for score in scores if isinstance(score, float)]
+
+    async def _score(self, state: RolloutState) -> float:
+        who = (
+            f"task {state.task!r}, group {state.group_id}, sample {state.sample_index}: "
+            f"reward model {self._task.judge.reward_model!r}"
+        )
+        if "question" not in state.metadata:
+            raise JudgeError(f"{who} has no prompt to read: the trajectory's metadata lacks 'question'")
+        prompt = fill(self._task.prompt_template, str(state.metadata["question"]))
+        try:
+            score = float(await self._model.score(prompt, state.response_text))
+        except RaypostError as error:
+            raise JudgeError(f"{who}: {error}") from error
+        if not math.isfinite(score):
+            raise JudgeError(f"{who} gave {score}; a score must be finite")
+        return score
+
+
+class RewardModelInput:
+    """How a prompt and a response become what one reward model reads."""
+
+    def __init__(self, tokenizer: Tokenizer, max_tokens: int, pad_id: int | None = None) -> None:
+        self._tokenizer, self._max_tokens, self._pad_id = tokenizer, max_tokens, pad_id
+
+    @classmethod
+    def load(cls, folder: Path | str, max_tokens: int) -> RewardModelInput:
+        """Of the model in a Hugging Face folder. Raises ConfigError without a tokenizer."""
+        return cls(Tokenizer.load(folder), max_tokens, _read_config(Path(folder)).get("pad_token_id"))
+
+    def ids(self, prompt: str, response: str) -> IntArray:
+        """Token ids. Raises JudgeError when there are none or more than `max_tokens`, and ConfigError when the chat
+        template refuses the conversation."""
+        if self._tokenizer.has_chat_template:
+            messages = [{"role": "user", "content": prompt}, {"role": "assistant", "content": response}]
+            text = self._tokenizer.chat(messages, add_generation_prompt=False)
+            ids = self._tokenizer.encode(text, add_special_tokens=False)
+        else:
+            ids = self._tokenizer.encode(prompt + response)
+        ids = self._without_padding(ids)
+        if not len(ids):
+            raise JudgeError("prompt and response are empty: there is nothing to score")
+        if len(ids) > self._max_tokens:
+            raise JudgeError(
+                f"prompt and response have {len(ids)} of its tokens, more than its max_model_len "
+                f"{self._max_tokens}: raise that, or lower the task's max_tokens"
+            )
+        return ids
+
+    def _without_padding(self, ids: IntArray) -> IntArray:
+        """Transformers reads the score at the last token that is no padding; engines read it at the last one."""
+        if self._pad_id is None:
+            return ids
+        kept = np.flatnonzero(ids != self._pad_id)
+        return ids[: kept[-1] + 1] if len(kept) else ids
+
+
+def check_reward_model(model: RewardModelConfig, folder: Path) -> None:
+    """Raises ConfigError unless the model in `folder` can be `model`: a sequence classifier with one output that reads
+    so many tokens."""
+    where, config = f"reward_models {model.name!r}: {folder}", _read_config(folder)
+    architectures = config.get("architectures") or []
+    if not any(name.endswith(_KIND) for name in architectures):
+        raise ConfigError(
+            f"{where} has architectures {architectures}, which give no score: use a model whose architecture ends "
+            f"in {_KIND}"
+        )
+    # Transformers leaves both out where there are two.
+    outputs = len(config["id2label"]) if "id2label" in config else config.get("num_labels", 2)
+    if outputs != 1:
+        raise ConfigError(
+            f"{where} has {outputs} outputs, but a reward is one number: use a model with num_labels 1"
+        )
+    positions = config.get("max_position_embeddings")
+    if positions is not None and positions < model.max_model_len:
+        raise ConfigError(
+            f"{where} has {positions} positions (max_position_embeddings), fewer than max_model_len "
+            f"{model.max_model_len}: lower that"
+        )
+    Tokenizer.load(folder)
+
+
+def _read_config(folder: Path) -> dict[str, Any]:
+    file = folder / "config.json"
+    try:
+        config = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ConfigError(
+            f"{file} cannot be read ({error}): a reward model is a Hugging Face folder"
+        ) from error
+    if not isinstance(config, dict):
+        raise ConfigError(f"{file} must hold a mapping, got {type(config).__name__}")
+    return config

@@ -1,0 +1,52 @@
+"""What a rank says when a micro-batch does not fit its memory, and how log lines name groups.
+
+Owns the words only. Nothing is tried again: the other ranks are inside a collective that this one has left.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+import torch
+
+from raypost.errors import BatchMemoryError
+from raypost.trainer.packing import MicroBatch
+from raypost.trainer.train_batch import Sample
+
+_NAMED = 16
+"""Groups that a line names at most."""
+_CPU_ALLOCATOR = "DefaultCPUAllocator"
+"""In the message of the RuntimeError that PyTorch raises on the CPU."""
+
+
+@contextmanager
+def memory_named(micro: MicroBatch, where: str) -> Iterator[None]:
+    """Within, running out of memory raises BatchMemoryError, which names the micro-batch and what makes it smaller."""
+    try:
+        yield
+    except (RuntimeError, MemoryError) as error:
+        if not is_out_of_memory(error):
+            raise
+        raise BatchMemoryError(
+            f"{where}: out of memory in a micro-batch of {micro.num_inputs} tokens, {micro.num_trained} trained, of "
+            f"{len(micro.samples)} trajectories; groups: {first_of(group_names(micro.samples)) or 'none'}. Lower "
+            "train.micro_batch_tokens or train.logits_mb, set train.gradient_checkpointing or "
+            f"train.offload_optimizer, or raise train.zero_stage or train.num_workers ({error!s:.200})"
+        ) from error
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether PyTorch, or Python, found no memory."""
+    return isinstance(error, MemoryError | torch.OutOfMemoryError) or _CPU_ALLOCATOR in str(error)
+
+
+def group_names(samples: Sequence[Sample]) -> list[str]:
+    """Every group of the samples once, as log lines and errors call them."""
+    return sorted({str(sample.key) for sample in samples})
+
+
+def first_of(items: Sequence[str]) -> str:
+    """The first few, and how many more there are."""
+    more = len(items) - _NAMED
+    return ", ".join(items[:_NAMED]) + (f" and {more} more" if more > 0 else "")

@@ -1,0 +1,166 @@
+"""The evaluator on a scripted pool: what it opens and closes, what it refuses to score, and its deadline."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from actors.evaluator import Evaluator
+from raypost.config import Config, parse_config
+from raypost.errors import RaypostError, StaleWeightsError, WaitTimeoutError
+from raypost.types import EVALUATION_PRIORITY, Group, RolloutState, Status
+from tests.unit.test_tokenizer import write_tokenizer
+
+TASKS = [
+    {"name": name, "source": {"kind": "reasoning_gym", "dataset": dataset}, "max_tokens": 8}
+    for name, dataset in (("sums", "chain_sum"), ("products", "products"))
+]
+
+
+def make_config(**options: object) -> Config:
+    return parse_config({
+        "model": {"name": "tiny"}, "tasks": TASKS, "train": {"num_steps": 1, "batch_size": 1},
+        "eval": {"num_prompts": 6, "samples": 2, "temperature": 1.0, "pass_k": [2]} | options,
+    })  # fmt: skip
+
+
+class Pool:
+    """A pool's control, and an agent loop on it whose members are right where `is_right` says so."""
+
+    def __init__(self, is_right: Callable[[RolloutState], bool] = lambda state: True) -> None:
+        self.is_right = is_right
+        self.serving: int | None = None
+        self.calls: list[str] = []
+        self.seen: list[RolloutState] = []
+        self.done: set[tuple[str, int]] = set()
+        self.wait = asyncio.Event()
+        self.wait.set()
+        self.broken: Exception | None = None
+
+    async def resume(self, version: int) -> None:
+        self.calls.append(f"resume {version}")
+        self.serving = version
+
+    async def pause(self, mode: str = "abort") -> None:
+        self.calls.append("pause")
+        self.serving = None
+
+    async def run(self, group: Group) -> Group:
+        if self.broken is not None:
+            raise self.broken
+        if group.group_id == 5:
+            await self.wait.wait()
+        for state in group.states:
+            assert self.serving is not None and state.status is Status.INIT, "nothing is left of a run before"
+            self.seen.append(state)
+            self.finish(state, self.serving)
+        self.done.add(group.key)
+        return group
+
+    def finish(self, state: RolloutState, version: int) -> None:
+        state.append_segment(np.arange(3), np.zeros(3), np.full(3, version))
+        state.status, state.reward, state.worker = Status.COMPLETED, float(self.is_right(state)), "rollout-0"
+
+
+def evaluator(folder: Path, pool: Pool, **options: object) -> Evaluator:
+    return Evaluator(make_config(**options), str(write_tokenizer(folder)), pool, pool)
+
+
+async def test_every_held_out_problem_is_scored_with_priority_and_the_pool_is_closed_again(tmp_path):
+    pool = Pool(lambda state: state.task == "sums" or state.sample_index == 0)
+    own = evaluator(tmp_path, pool)
+    for version in (0, 3):
+        scores = await own.evaluate(version)
+        assert (
+            scores["held_out/sums"] == 1 and scores["held_out/products"] == 0.5 == scores["pass@1/products"]
+        )
+        assert scores["held_out"] == 0.75 and scores["pass@2"] == 1.0
+        assert scores["held_out_low"] < 0.75 < scores["held_out_high"]
+        assert (scores["eval_failed"], scores["eval_tokens_mean"]) == (0, 3)
+    assert pool.calls == ["resume 0", "pause", "resume 3", "pause"]
+    assert len(pool.seen) == 2 * 2 * 6 * 2
+    assert {state.priority for state in pool.seen} == {EVALUATION_PRIORITY}
+    assert [span.kind for span in await own.drain_spans()] == ["evaluate"]
+
+
+async def test_a_token_of_another_version_is_an_error_and_no_score(tmp_path):
+    pool = Pool()
+    finish = pool.finish
+    pool.finish = lambda state, version: finish(state, version - (state.task == "products"))
+    with pytest.raises(
+        StaleWeightsError, match=r"version 4 got tokens of version 3 from rollout-0 .*'products'"
+    ):
+        await evaluator(tmp_path, pool).evaluate(4)
+    assert pool.calls[-1] == "pause"
+
+
+async def test_tokens_that_no_policy_made_are_no_other_version(tmp_path):
+    pool = Pool()
+
+    def finish(state: RolloutState, version: int) -> None:
+        state.append_segment(np.arange(2), np.zeros(2), np.asarray([version, -1]), np.asarray([True, False]))
+        state.status, state.reward = Status.COMPLETED, 1.0
+
+    pool.finish = finish
+    assert (await evaluator(tmp_path, pool).evaluate(2))["held_out"] == 1.0
+
+
+async def test_a_late_evaluation_names_the_groups_it_waits_for_and_closes_the_pool(tmp_path):
+    pool = Pool()
+    pool.wait.clear()
+    own = evaluator(tmp_path, pool, timeout_s=0.05)
+    with pytest.raises(
+        WaitTimeoutError, match=r"eval\.timeout_s\) for 2 of 12 groups: products/5, sums/5; raise it"
+    ):
+        await own.evaluate(1)
+    assert pool.calls == ["resume 1", "pause"] and len(pool.done) == 10
+    pool.wait.set()
+    assert (await own.evaluate(2))["held_out"] == 1.0, "what was late is forgotten"
+
+
+async def test_one_evaluation_at_a_time(tmp_path):
+    pool = Pool()
+    pool.wait.clear()
+    own = evaluator(tmp_path, pool)
+    first = asyncio.create_task(own.evaluate(1))
+    await asyncio.sleep(0)
+    with pytest.raises(RaypostError, match="version 2 was asked for while that of version 1 goes on"):
+        await own.evaluate(2)
+    pool.wait.set()
+    assert (await first)["held_out"] == 1.0
+    assert pool.calls == ["resume 1", "pause"], "the refused one touched nothing"
+
+
+async def test_interrupted_groups_run_again_and_what_never_ends_is_counted_as_failed(tmp_path):
+    pool, tries = Pool(), dict[tuple[str, int], int]()
+    run = pool.run
+
+    async def interrupted(group: Group) -> Group:
+        tries[group.key] = tries.get(group.key, 0) + 1
+        if group.group_id == 0 or (group.group_id == 1 and tries[group.key] < 3):
+            group.states[0].status = Status.ABORTED
+            return group
+        for state in group.states:
+            state.status = Status.INIT
+        return await run(group)
+
+    pool.run = interrupted
+    scores = await evaluator(tmp_path, pool).evaluate(1)
+    assert tries["sums", 0] == 5 and tries["sums", 1] == 3 and tries["sums", 2] == 1
+    assert scores["eval_failed"] == 4 and scores["held_out"] == 1.0
+
+
+async def test_what_breaks_under_it_is_raised_at_once_and_the_pool_is_closed(tmp_path):
+    pool = Pool()
+    pool.broken = ValueError("a bug")
+    with pytest.raises(ValueError, match="a bug"):
+        await evaluator(tmp_path, pool).evaluate(1)
+    assert pool.calls == ["resume 1", "pause"]
+
+
+async def test_switched_off_it_has_no_problems(tmp_path):
+    assert await evaluator(tmp_path, Pool(), num_prompts=0).evaluate(1) == {"eval_failed": 0.0}

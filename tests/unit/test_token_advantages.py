@@ -1,0 +1,105 @@
+"""Advantages of a whole batch, from its records and what the models say, against a loop over its tokens."""
+
+import numpy as np
+import pytest
+
+from raypost.algorithm_config import AdvantageConfig, KlConfig
+from raypost.packed import pack_groups
+from raypost.trainer.token_advantages import TokenValues, token_advantages
+from raypost.trainer.train_batch import plan_batch
+from raypost.types import Status
+from tests.unit.test_packing import make_groups
+
+NONE = KlConfig()
+
+
+def make_batch(cut=()):
+    """Four groups with masked tokens and a failed member; `cut`: (group, member) that a limit ended."""
+    groups = make_groups(4, 3, longest=9)
+    for group in groups:
+        for i, state in enumerate(group.states):
+            state.finish_reason = "length" if (group.group_id, i) in cut else "stop"
+            if state.num_tokens > 3:
+                # A tool's tokens; with three left over, the last of all is one of them.
+                state.response_mask[[1, -1]] = False
+    groups[2].states[1].status = Status.FAILED
+    return plan_batch(pack_groups(groups), 1, 1)
+
+
+def naive_gae(rewards, values, after, discount, lam):
+    advantages, following, later = [], after, 0.0
+    for reward, value in zip(rewards[::-1], values[::-1], strict=True):
+        later = reward + discount * following - value + discount * lam * later
+        following = value
+        advantages.append(later)
+    return advantages[::-1]
+
+
+def test_a_response_that_was_cut_off_is_worth_what_the_critic_expects_after_it_and_others_nothing():
+    batch = make_batch(cut={(0, 0), (1, 2), (2, 1), (3, 1)})
+    rng = np.random.default_rng(0)
+    values = TokenValues(*rng.normal(size=(2, batch.num_tokens)).astype(np.float32))
+    cut = [sample for sample in batch.samples if sample.cut_off]
+    assert len(cut) == 3 and any(not sample.state.response_mask[-1] for sample in cut)
+    ended = [sample for sample in batch.samples if not sample.cut_off]
+    for sample in ended:
+        values.after[sample.last] = 0.0
+    config = AdvantageConfig(kind="gae", whiten=False, discount=0.9, gae_lambda=0.8)
+    got = token_advantages(batch, config, NONE, values=values)
+    for sample in batch.samples:
+        own = values.values[sample.places].astype(float).tolist()
+        rewards = [0.0] * (len(own) - 1) + [sample.state.reward]
+        after = float(values.after[sample.last]) if sample.cut_off else 0.0
+        expected = naive_gae(rewards, own, after, 0.9, 0.8)
+        assert got.advantages[sample.places] == pytest.approx(expected, abs=1e-5)
+        assert got.returns[sample.places] == pytest.approx(np.add(expected, own), abs=1e-5)
+    trained = np.concatenate([sample.places for sample in batch.samples])
+    assert not np.delete(got.advantages, trained).any() and not np.delete(got.returns, trained).any()
+
+
+def test_the_state_after_the_last_token_is_what_one_more_token_would_be_chosen_in():
+    sample = make_batch(cut={(1, 2)}).samples[5]
+    assert sample.cut_off and sample.state.num_tokens > 3
+    longer = sample.with_one_more(100)
+    assert (
+        longer.num_inputs == sample.num_inputs + 1 == len(sample.state.prompt_ids) + sample.state.num_tokens
+    )
+    assert longer.places[:-1].tolist() == (sample.trained + 100).tolist()
+    assert longer.places[-1] == longer.last == 100 + sample.state.num_tokens
+    assert sample.state.num_tokens == longer.state.num_tokens - 1, "the sample itself is as it was"
+
+
+@pytest.mark.parametrize("kind", ["grpo", "reinforce_pp"])
+def test_penalties_are_part_of_what_is_compared(kind):
+    batch = make_batch()
+    rng = np.random.default_rng(1)
+    old, ref = -rng.random((2, batch.num_tokens)).astype(np.float32)
+    kl = KlConfig(coefficient=0.3, kind="k1", place="reward")
+    config = AdvantageConfig(kind=kind, whiten=False, overlong_buffer=62, overlong_penalty=2.0)
+    got = token_advantages(batch, config, kl, old_logprobs=old, ref_logprobs=ref).advantages
+    for group in batch.groups:
+        rewards = []
+        for sample in group:
+            per_token = -0.3 * (old[sample.places].astype(float) - ref[sample.places])
+            per_token[-1] += sample.state.reward - 2.0 * max(0, sample.state.num_tokens - (64 - 62)) / 62
+            rewards.append(per_token)
+        totals = np.asarray([one.sum() for one in rewards])
+        for sample, own, total in zip(group, rewards, totals, strict=True):
+            expected = own[::-1].cumsum()[::-1]
+            if kind == "grpo":
+                expected = np.full(len(own), (total - totals.mean()) / (totals.std(ddof=1) + 1e-6))
+            assert got[sample.places] == pytest.approx(expected, abs=1e-5)
+    with pytest.raises(ValueError, match="needs the policy's and the reference's logprobs"):
+        token_advantages(batch, config, kl, old_logprobs=old)
+
+
+def test_a_batch_without_anything_trainable_has_empty_columns():
+    groups = make_groups(2, 2)
+    for group in groups:
+        for state in group.states:
+            state.status = Status.FAILED
+    batch = plan_batch(pack_groups(groups), 1, 1)
+    config = AdvantageConfig(kind="gae")
+    none = np.zeros(batch.num_tokens, np.float32)
+    got = token_advantages(batch, config, NONE, values=TokenValues(none, none))
+    assert not got.advantages.any() and got.returns is not None and not got.returns.any()
