@@ -101,6 +101,8 @@ class SharedMemoryEngine(WeightTransferEngine[OwnerInfo, PublishedVersion]):
         """True from the first change of the model until all of the version is in place."""
         self._loading: Manifest | None = None
         self._loaded: list[TensorEntry] = []
+        self._kernels: list[tuple[Any, Any]] = []
+        """Layers of experts and the kernels they had before the load."""
         self._padded: set[tuple[str, int]] = set()
         """Modules that are larger than all that a version has for them, such as embeddings of a padded vocabulary."""
         # vLLM may have made the model's own class one of its modules, which are made under its configuration only.
@@ -147,6 +149,8 @@ class SharedMemoryEngine(WeightTransferEngine[OwnerInfo, PublishedVersion]):
         if not self._loaded:
             return
         rest = [entry for entry in manifest.tensors if _block(entry.name) not in stale]
+        if self.device.type == "cpu":
+            self._forget_kernels()
         initialize_layerwise_reload(self.model)
         expected = {name for name, _ in self.model.named_parameters()}
         loaded = self.model.load_weights(self._tensors(self._loaded, buckets))
@@ -173,11 +177,22 @@ class SharedMemoryEngine(WeightTransferEngine[OwnerInfo, PublishedVersion]):
             raise WeightError("nothing was loaded since the last update: send a version first")
         if self._loaded:
             finalize_layerwise_reload(self.model, self.model_config)
+        for method, kernel in self._kernels:
+            method.moe_kernel = method.moe_kernel or kernel
+        self._kernels.clear()
         if any(_block(entry.name) == entry.name for entry in self._loaded):
             self._pack_heads()
         contents = {entry.name: entry.content for entry in self._loading.tensors}
         self.held, self.touched = Held(self._loading.version, self._loading.digest, contents), False
         self._loading = None
+
+    def _forget_kernels(self) -> None:
+        """Make layers of experts set up anew what is loaded: a kernel they have lets them leave weights unpacked."""
+        for module in self.model.modules():
+            method: Any = getattr(module, "quant_method", None)
+            if getattr(method, "moe_kernel", None) is not None:
+                self._kernels.append((method, method.moe_kernel))
+                method.moe_kernel = None
 
     def _pack_heads(self) -> None:
         """A head tied to the embedding keeps a packed copy of it on CPU, which a reload does not refresh."""

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -21,7 +22,9 @@ from ray.util.placement_group import PlacementGroup, remove_placement_group
 from actors import placement
 from actors.agent_loop import MANY, AgentLoopPool, AgentLoopWorker
 from actors.judge import JudgeWorker
-from actors.remote import Remote, RemotePool
+from actors.reference import ReferenceGroup, ReferenceWorker, reference_engine
+from actors.remote import Remote, RemotePool, within
+from actors.reward_model import RewardModelPool, RewardModelWorker, reward_engine
 from actors.rollout_controller import RolloutController
 from actors.rollout_worker import EngineConfig, RolloutWorker
 from actors.trainer import TrainerGroup
@@ -43,6 +46,8 @@ class Cast:
     gangs: list[PlacementGroup] = field(default_factory=list)
     controllers: dict[str, Remote] = field(default_factory=dict)
     """Of the pools of engines."""
+    frozen: dict[str, ActorHandle] = field(default_factory=dict)
+    """Workers of reward models and of the reference."""
     started_s: float = field(default_factory=time.time)
     _devices: PlacementGroup | None = None
     """The bundles that engines and ranks share."""
@@ -88,12 +93,12 @@ class Cast:
         return self.controllers[controller]
 
     async def trainer(self, model_path: str, critic_path: str | None) -> TrainerGroup:
-        """The ranks of the policy, and with them those of its critic if there is one; not started yet."""
-        critic = None
+        """The ranks of the policy, and with them its critic and its reference's engines; not started yet."""
+        critic, reference = None, self._reference(model_path)
         if critic_path is not None:
             config = self.cfg.model_copy(update={"train": self.cfg.train.for_critic})
             critic = TrainerGroup(await self._ranks("critic", config, critic_path), config)
-        return TrainerGroup(await self._ranks("trainer", self.cfg, model_path), self.cfg, critic)
+        return TrainerGroup(await self._ranks("trainer", self.cfg, model_path), self.cfg, critic, reference)
 
     async def _ranks(self, kind: str, config: Config, model_path: str) -> list[ActorHandle]:
         bundles = self._bundles(f"{kind}_worker")
@@ -114,11 +119,40 @@ class Cast:
             for rank, bundle in enumerate(bundles)
         ]
 
-    def judges(self) -> RemotePool:
+    def _reference(self, model_path: str) -> ReferenceGroup | None:
+        cfg = self.cfg
+        if cfg.train.loss.kl.pool is None:
+            return None
+        engine = reference_engine(cfg, cfg.train.loss.kl.pool)
+        workers = [
+            self._frozen(ReferenceWorker, bundle, model_path, engine, cfg)
+            for bundle in self._bundles("reference_worker")
+        ]
+        return ReferenceGroup(workers, cfg.rollout.start_timeout_s, cfg.train.step_timeout_s)
+
+    def reward_models(self, paths: Mapping[str, str]) -> dict[str, RewardModelPool]:
+        """The engines of each reward model as one, not started yet. `paths`: their folders by name."""
+        pools, bundles = {}, self._bundles("reward_worker")
+        for model in self.cfg.reward_models:
+            own, engine = [b for b in bundles if b.pool == model.name], reward_engine(self.cfg, model)
+            for bundle in own:
+                self._frozen(RewardModelWorker, bundle, paths[model.name], engine)
+            timeout_s = self._request_s + self.cfg.rollout.start_timeout_s
+            pools[model.name] = RewardModelPool(model.name, [b.name for b in own], timeout_s)
+        return pools
+
+    def _frozen(self, cls: type, bundle: Bundle, *args: Any) -> ActorHandle:
+        """A worker whose engine's weights never change."""
+        self.frozen[bundle.name] = self.add(
+            cls, bundle.name, *args, name=bundle.name, resources=bundle.resources, max_restarts=-1
+        )
+        return self.frozen[bundle.name]
+
+    def judges(self, reward_models: Mapping[str, RewardModelPool]) -> RemotePool:
         """The judge actors, as one."""
         names = [bundle.name for bundle in self._bundles("judge")]
         for name in names:
-            self.add(JudgeWorker, name, self.cfg.tasks, name=name, max_restarts=-1)
+            self.add(JudgeWorker, name, self.cfg.tasks, reward_models, name=name, max_restarts=-1)
         return RemotePool(names, self._request_s, many=MANY)
 
     def agents(self, names: list[str], model_path: str, controller: str, judge: RemotePool) -> AgentLoopPool:
@@ -144,7 +178,12 @@ class Cast:
 
     async def end(self) -> None:
         """Ask the engines to end, then end all actors and give their resources back."""
-        await asyncio.gather(*(one.shutdown() for one in self.controllers.values()), return_exceptions=True)
+        ending = [one.shutdown() for one in self.controllers.values()]
+        ending += [
+            within(handle.shutdown.remote(), CALL_TIMEOUT_S, f"{name} to end")
+            for name, handle in self.frozen.items()
+        ]
+        await asyncio.gather(*ending, return_exceptions=True)
         for handle in self.handles.values():
             ray.kill(handle)
         for gang in self.gangs:

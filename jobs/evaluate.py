@@ -34,7 +34,7 @@ from actors.remote import Remote, within
 from actors.weight_broadcaster import SyncReport, WeightBroadcaster
 from jobs.cast import CALL_TIMEOUT_S, Cast
 from jobs.driver import EXIT_REFUSED, _overrides, _run, connect
-from jobs.wiring import PRODUCTION, _prepared
+from jobs.wiring import PRODUCTION, prepared
 from raypost import plan
 from raypost.checkpoint import HF, verify_files
 from raypost.checks import model_problems, source_problems
@@ -82,12 +82,13 @@ async def evaluate(subject: Subject, stop: asyncio.Event) -> None:
 
 async def _score(cast: Cast, version: int) -> tuple[SyncReport, dict[str, float]]:
     cfg = cast.cfg
-    prepare = ray.remote(num_cpus=0)(_prepared).options(name="prepare-model").remote(cfg)
+    prepare = ray.remote(num_cpus=0)(prepared).options(name="prepare-models").remote(cfg)
     _say(f"preparing model {cfg.model.name}")
-    path, _, canary_ids = await within(prepare, cfg.train.step_timeout_s, f"model {cfg.model.name}")
+    models = await within(prepare, cfg.train.step_timeout_s, f"model {cfg.model.name}")
+    path = models.policy
     control = cast.engines("rollout_worker", PRODUCTION, path)
     loops = [bundle.name for bundle in plan.bundles(cfg) if bundle.role == "agent_loop"]
-    agents = cast.agents(loops, path, PRODUCTION, cast.judges())
+    agents = cast.agents(loops, path, PRODUCTION, cast.judges(cast.reward_models(models.rewards)))
     cast.add(FolderWeights, cfg, path, name="folder-weights")
     cast.add(Evaluator, cfg, path, agents, control, name="evaluator")
     weights = Remote("folder-weights", cfg.train.step_timeout_s)
@@ -96,7 +97,7 @@ async def _score(cast: Cast, version: int) -> tuple[SyncReport, dict[str, float]
         starting, cfg.rollout.start_timeout_s + CALL_TIMEOUT_S, "the rollout workers to start"
     )
     _say(f"rollout workers: {len(engines)} ready")
-    sync = await WeightBroadcaster(weights, control, cfg.sync, canary_ids).broadcast(version)
+    sync = await WeightBroadcaster(weights, control, cfg.sync, models.canary_ids).broadcast(version)
     _say(f"weights {sync.digest[:12]} are in all engines; evaluating")
     evaluator = Remote("evaluator", cfg.eval.timeout_s + CALL_TIMEOUT_S)
     return sync, await evaluator.evaluate(version)

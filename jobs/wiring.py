@@ -9,8 +9,10 @@ from __future__ import annotations
 import asyncio
 import time
 import uuid
-from collections.abc import AsyncIterator, Coroutine
+from collections.abc import AsyncIterator, Awaitable, Coroutine
 from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import ray
@@ -31,6 +33,7 @@ from raypost.config import Config, ModelConfig
 from raypost.datasets import check_source, render
 from raypost.display import Progress
 from raypost.errors import StoppedError
+from raypost.judges.reward_model import check_reward_model
 from raypost.models import resolve_model
 from raypost.schedule import buffer_bounds, task_limits
 from raypost.tokenizer import Tokenizer
@@ -48,6 +51,7 @@ WATCHED = (
     "evaluation-broadcaster",
     "trainer-",
     "critic-",
+    "reference-",
 )
 """Names of the actors that telemetry asks for spans, statistics and counts."""
 
@@ -90,30 +94,38 @@ async def _unless(stop: asyncio.Event, starting: Coroutine[Any, Any, Roles]) -> 
 
 async def _start(cast: Cast, stop: asyncio.Event, display: Progress) -> Roles:
     cfg = cast.cfg
-    model_path, critic_path, canary_ids = await _prepare_models(cfg, display)
+    models = await _prepare_models(cfg, display)
+    model_path = models.policy
     await cast.share_devices()
     control = cast.engines("rollout_worker", PRODUCTION, model_path)
     if cfg.eval.pool is not None:
         cast.engines("evaluation_worker", EVALUATION, model_path)
-    trainer = await cast.trainer(model_path, critic_path)
-    roles = _spawn_light(cast, stop, display, model_path, canary_ids, trainer)
+    trainer = await cast.trainer(model_path, models.critic)
+    roles = _spawn_light(cast, stop, display, models, trainer)
     start_engines = [cast.handles[name].start.remote() for name in cast.controllers]
+    start_engines += [
+        _one(cast.frozen[name].start.remote()) for name in cast.frozen if name.startswith("reward-")
+    ]
     if cfg.placement == "colocate":
         # One after the other: an engine measures how much memory is free while it starts.
-        await _timed(display, "rollout workers", _all(start_engines), cfg.rollout.start_timeout_s)
+        await _timed(display, "engines", _all(start_engines), cfg.rollout.start_timeout_s)
         await control.sleep(keep_weights=False)
         await _timed(display, "trainer ranks", trainer.start(), cfg.train.step_timeout_s)
         return roles
     await asyncio.gather(
-        _timed(display, "rollout workers", _all(start_engines), cfg.rollout.start_timeout_s),
+        _timed(display, "engines", _all(start_engines), cfg.rollout.start_timeout_s),
         _timed(display, "trainer ranks", trainer.start(), cfg.train.step_timeout_s),
     )
     return roles
 
 
-async def _all(refs: list[ray.ObjectRef]) -> list[Any]:
+async def _all(calls: list[Awaitable[list[Any]]]) -> list[Any]:
     """What the calls gave, in one list."""
-    return [info for infos in await asyncio.gather(*refs) for info in infos]
+    return [info for infos in await asyncio.gather(*calls) for info in infos]
+
+
+async def _one(call: Awaitable[Any]) -> list[Any]:
+    return [await call]
 
 
 async def _timed(display: Progress, what: str, starting: Any, timeout_s: float) -> None:
@@ -122,42 +134,57 @@ async def _timed(display: Progress, what: str, starting: Any, timeout_s: float) 
     display.phase(f"{what}: {len(infos)} ready in {time.monotonic() - start:.1f} s")
 
 
-async def _prepare_models(cfg: Config, display: Progress) -> tuple[str, str | None, IntArray]:
-    """Folders of the model and of its critic, and the canary prompt, from a task of its own so that the driver
-    stays small."""
+@dataclass(frozen=True, slots=True)
+class Models:
+    """Folders of a run's models, and the canary prompt."""
+
+    policy: str
+    critic: str | None
+    rewards: dict[str, str]
+    canary_ids: IntArray
+
+
+async def _prepare_models(cfg: Config, display: Progress) -> Models:
+    """All models as local folders, from a task of its own so that the driver stays small."""
     start = time.monotonic()
     display.phase(f"preparing model {cfg.model.name}")
-    ref = ray.remote(num_cpus=0)(_prepared).options(name="prepare-model").remote(cfg)
-    prepared = await within(ref, cfg.train.step_timeout_s, f"model {cfg.model.name} to be prepared")
+    ref = ray.remote(num_cpus=0)(prepared).options(name="prepare-models").remote(cfg)
+    models: Models = await within(ref, cfg.train.step_timeout_s, f"model {cfg.model.name} to be prepared")
     display.phase(f"model {cfg.model.name} is ready after {time.monotonic() - start:.1f} s")
-    return prepared
+    return models
 
 
-def _prepared(cfg: Config) -> tuple[str, str | None, IntArray]:
-    cache, critic = cfg.model.cache_dir.expanduser(), cfg.train.critic
-    path = str(resolve_model(cfg.model, cfg.seed, cache))
-    critic_path = None
-    if critic is not None:
-        named = ModelConfig(name=critic.name) if critic.name else None
-        critic_path = str(resolve_model(named, cfg.seed, cache)) if named else path
+def prepared(cfg: Config) -> Models:
+    def folder(model: ModelConfig) -> str:
+        return str(resolve_model(model, cfg.seed, cfg.model.cache_dir.expanduser()))
+
+    policy, critic = folder(cfg.model), cfg.train.critic
+    rewards = {one.name: folder(ModelConfig(name=one.model)) for one in cfg.reward_models}
+    for one in cfg.reward_models:
+        check_reward_model(one, Path(rewards[one.name]))
     task = cfg.tasks[0]
     # A prompt as in training: on token ids put together at random a model's rounding errors are magnified.
     prompt = check_source(task, cfg.seed)[0]
-    return path, critic_path, render(prompt, Tokenizer.load(path), task)
+    return Models(
+        policy=policy,
+        critic=(folder(ModelConfig(name=critic.name)) if critic.name else policy) if critic else None,
+        rewards=rewards,
+        canary_ids=render(prompt, Tokenizer.load(policy), task),
+    )
 
 
 def _spawn_light(
     cast: Cast,
     stop: asyncio.Event,
     display: Progress,
-    model_path: str,
-    canary_ids: IntArray,
+    models: Models,
     trainer: TrainerGroup,
 ) -> Roles:
     """The roles that need no device of their own."""
     cfg = cast.cfg
+    model_path, canary_ids = models.policy, models.canary_ids
     control = cast.controllers[PRODUCTION]
-    judges = cast.judges()
+    judges = cast.judges(cast.reward_models(models.rewards))
     loops = [bundle.name for bundle in plan.bundles(cfg) if bundle.role == "agent_loop"]
     agents = cast.agents(loops, model_path, PRODUCTION, judges)
     cast.add(

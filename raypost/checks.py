@@ -19,6 +19,7 @@ from raypost import tiny
 from raypost.config import Config, ModelConfig, load_config
 from raypost.datasets import check_source, held_out, render
 from raypost.errors import ConfigError
+from raypost.judges.reward_model import check_reward_model
 from raypost.models import SMOLLM2, TINY, check_model
 from raypost.task_config import TaskConfig
 from raypost.tokenizer import Tokenizer
@@ -89,6 +90,7 @@ def composition_problems(config: Config) -> list[str]:
     problems = []
     if config.placement == "colocate":
         problems += _colocate_problems(config)
+    problems += [*_reward_model_problems(config), *_reference_problems(config)]
     critic = config.train.critic
     if critic is not None and critic.name is not None:
         problems += _problem(lambda: check_model(ModelConfig(name=critic.name or "")))
@@ -97,6 +99,34 @@ def composition_problems(config: Config) -> list[str]:
             f"train.batch_size is {config.train.batch_size} groups, not divisible by train.critic.num_workers "
             f"{critic.num_workers}: use a divisor of {config.train.batch_size}"
         )
+    return problems
+
+
+def _reward_model_problems(config: Config) -> list[str]:
+    """Reward models that are missing or cannot score."""
+    problems = []
+    for model in config.reward_models:
+        folder = Path(model.model).expanduser()
+        if folder.is_dir():
+            problems += _problem(lambda model=model, folder=folder: check_reward_model(model, folder))  # type: ignore[misc]
+        else:
+            problems += _problem(lambda model=model: check_model(ModelConfig(name=model.model)))  # type: ignore[misc]
+    return problems
+
+
+def _reference_problems(config: Config) -> list[str]:
+    """Engines of a reference that cannot compute what is asked."""
+    kl = config.train.loss.kl
+    problems: list[str] = []
+    if kl.pool is None:
+        return problems
+    for task in config.tasks:
+        sampling = (task.temperature, task.top_p, task.top_k)
+        if sampling != (1.0, 1.0, 0):
+            problems.append(
+                f"task {task.name!r}: temperature, top_p and top_k are {sampling}, but engines compute a reference's "
+                "logprobs at 1, 1 and 0 only: use those, or leave out train.loss.kl.pool, so that the ranks compute"
+            )
     return problems
 
 

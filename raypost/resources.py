@@ -38,6 +38,12 @@ LIGHT_ROLES = (
 EVALUATION_ROLES = ("evaluation-controller", "evaluation-broadcaster", "evaluation-loop")
 """Roles that evaluation has for itself where it has engines of its own."""
 
+_ENGINE_NAMES = {
+    "rollout_worker": "rollout",
+    "evaluation_worker": "rollout",
+    "reference_worker": "reference",
+    "reward_worker": "reward",
+}
 _OWN_FIELDS = {"CPU": "num_cpus", "GPU": "tensor_parallel_size", "memory": "", "object_store_memory": ""}
 
 
@@ -114,7 +120,7 @@ class ClusterResources:
 
 def bundles(config: Config) -> list[Bundle]:
     """Every actor of a run with what it reserves, the driver's own process left out."""
-    critic, pool = config.train.critic, config.eval.pool
+    critic, pool, reference = config.train.critic, config.eval.pool, config.train.loss.kl.pool
     shared = config.placement == "colocate"
     # Ray counts a device that several actors share in parts.
     gpus = {} if config.device == "cpu" else {"GPU": (round(1 / (3 if critic else 2), 3) if shared else 1)}
@@ -125,6 +131,8 @@ def bundles(config: Config) -> list[Bundle]:
         *_engines("rollout_worker", config.rollout, config, part=gpus.get("GPU") if shared else None),
         *(one for pool in config.rollout.pools for one in _engines("rollout_worker", pool, config)),
         *(_engines("evaluation_worker", pool, config) if pool else ()),
+        *(_engines("reference_worker", reference, config) if reference else ()),
+        *(one for model in config.reward_models for one in _engines("reward_worker", model, config)),
         *(
             Bundle(
                 f"{kind}_worker",
@@ -152,7 +160,7 @@ def _engines(
     return [
         Bundle(
             role,
-            f"rollout-{pool}-{n}" if pool else f"rollout-{n}",
+            f"{_ENGINE_NAMES[role]}{f'-{pool}' if pool else ''}-{n}",
             {"CPU": of.num_cpus, **gpus, **of.resources},
             shares=n if shared else None,
             pool=pool,
@@ -196,7 +204,9 @@ def _sections(config: Config) -> dict[str, RolloutConfig | PoolConfig | TrainCon
     """Where the configuration asks for resources, by the place of that part."""
     sections: dict[str, Any] = {"rollout": config.rollout, "train": config.train}
     sections |= {f"rollout.pools.{n}": pool for n, pool in enumerate(config.rollout.pools)}
+    sections |= {f"reward_models.{n}": model for n, model in enumerate(config.reward_models)}
     sections |= {"eval.pool": config.eval.pool, "train.critic": config.train.critic}
+    sections["train.loss.kl.pool"] = config.train.loss.kl.pool
     return {name: section for name, section in sections.items() if section is not None}
 
 

@@ -12,7 +12,7 @@ from tests.jobs.job import Job, assert_adds_up
 pytestmark = pytest.mark.timeout(900)
 
 
-def test_critic_two_pools_and_evaluation_beside_production(
+def test_critic_reference_engine_two_pools_and_evaluation_beside_production(
     private_cluster: PrivateCluster, folder: Path
 ) -> None:
     job = Job(
@@ -22,6 +22,7 @@ def test_critic_two_pools_and_evaluation_beside_production(
         "train.num_steps=5",
         "train.advantage.kind=gae",
         "train.critic={zero_stage: 2}",
+        "train.loss.kl={coefficient: 0.01, pool: {name: frozen}}",
         "rollout.pools=[{name: far}]",
         "eval.pool={name: exam}",
         "eval.interval=2",
@@ -29,6 +30,8 @@ def test_critic_two_pools_and_evaluation_beside_production(
     assert job.wait() == 0, job.output()
     assert_adds_up(job.report())
     assert all(record["value_loss"] >= 0 for record in job.steps())
+    # At the first step the policy is its reference.
+    assert [record["reference_kl"] < 1e-5 for record in job.steps()] == [True, False, False, False, False]
     assert {sync["num_workers"] for sync in job.syncs()} == {2}
     evaluated = [event["step"] for event in job.events("eval")]
     assert evaluated == [0, 2, 4, 5]

@@ -561,3 +561,24 @@ def test_a_critic_that_does_not_fit_the_run_is_refused(tmp_path: Path) -> None:
     assert "does not exist" in refusal(missing)
     uneven = config_of(tmp_path, **gae, train__critic={"num_workers": 3})
     assert "not divisible by train.critic.num_workers 3" in refusal(uneven)
+
+
+def test_a_reward_model_that_cannot_score_is_refused(tmp_path: Path) -> None:
+    judge = {"kind": "reward_model", "reward_model": "helpful"}
+    chatty = write_model(tmp_path / "chatty")
+    model = {"name": "helpful", "model": str(chatty), "max_model_len": 64}
+    wrong = config_of(tmp_path, tasks__0__judge=judge, reward_models=[model])
+    assert "ForSequenceClassification" in refusal(wrong)
+    scorer = write_model(tmp_path / "scorer", architectures=["LlamaForSequenceClassification"], num_labels=1)
+    right = config_of(tmp_path, tasks__0__judge=judge, reward_models=[model | {"model": str(scorer)}])
+    assert [b.name for b in plan.bundles(right) if b.role == "reward_worker"] == ["reward-helpful-0"]
+    plan.check(right)
+
+
+def test_engines_of_a_reference_are_refused_where_they_cannot_answer(tmp_path: Path) -> None:
+    kl = {"coefficient": 0.1, "pool": {"name": "frozen"}}
+    right = config_of(tmp_path, train__loss={"kl": kl})
+    assert [b.name for b in plan.bundles(right) if b.role == "reference_worker"] == ["reference-frozen-0"]
+    plan.check(right)
+    warm = config_of(tmp_path, train__loss={"kl": kl}, tasks__0__temperature=0.7)
+    assert "(0.7, 1.0, 0)" in refusal(warm)
