@@ -128,13 +128,11 @@ class SharedMemoryEngine(WeightTransferEngine[OwnerInfo, PublishedVersion]):
     def receive_weights(self, update_info: PublishedVersion) -> None:
         """Verify, then reload layer by layer what the model does not hold. Raises WeightError naming the tensor."""
         manifest, buckets = Manifest.decoded(update_info.manifest), [_map(path) for path in update_info.paths]
-        known = self.base
-        if known is not None and known.digest == manifest.base:
-            buckets = known.buckets + buckets
-            verify(manifest, buckets, known_base=known.digest)
-        else:
-            verify(manifest, buckets)
         self._check_tensors(manifest)
+        known = ""
+        if self.base is not None and len(buckets) < len(manifest.bucket_sizes):
+            known, buckets = self.base.digest, self.base.buckets + buckets
+        verify(manifest, buckets, known)
         self.base = Base(manifest.base, buckets[: manifest.base_buckets]) if manifest.base else None
         contents = {} if self.held is None else self.held.contents
         self.held, self.touched, self._loading = None, True, manifest

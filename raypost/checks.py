@@ -23,6 +23,7 @@ from raypost.judges.reward_model import check_reward_model
 from raypost.models import SMOLLM2, TINY, check_model
 from raypost.task_config import TaskConfig
 from raypost.tokenizer import Tokenizer
+from raypost.trainer.sft import check_examples
 
 CONFIG_FILE = "config.yaml"
 """The resolved configuration in a run folder; it tells which run the folder holds."""
@@ -170,6 +171,8 @@ def source_problems(config: Config) -> list[str]:
     """Sources that do not exist, are empty or malformed, or whose prompts are longer than allowed."""
     tokenizer = _local_tokenizer(config)
     problems = []
+    if (sft := config.train.sft) is not None:
+        problems += _problem(lambda: check_examples(sft, tokenizer, config.max_model_len, PROMPT_CHECK_S))
     for task in config.tasks:
         try:
             problems += (

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from torch import Tensor
@@ -81,7 +83,7 @@ def test_every_tensor_of_an_optimizer_is_found_with_what_hangs_on_it() -> None:
     weight.ds_tensor, weight.grad = torch.zeros(2), torch.ones(3)
     inner, outer = Optimizer(), Optimizer()
     moment, master, foreign = torch.ones(3), torch.ones(3), torch.ones(3)
-    inner.state, inner.of_others = {weight: {"exp_avg": moment}}, pytest.approx(foreign)
+    inner.state, inner.of_others = {weight: {"exp_avg": moment}}, SimpleNamespace(tensor=foreign)
     outer.optimizer, outer.partitions, outer.itself = inner, [(master,)], outer
     found = {one.data_ptr() for one in tensors_of(outer)}
     assert found == {one.data_ptr() for one in (weight, weight.grad, weight.ds_tensor, moment, master)}

@@ -582,3 +582,12 @@ def test_engines_of_a_reference_are_refused_where_they_cannot_answer(tmp_path: P
     plan.check(right)
     warm = config_of(tmp_path, train__loss={"kl": kl}, tasks__0__temperature=0.7)
     assert "(0.7, 1.0, 0)" in refusal(warm)
+
+
+def test_supervised_examples_that_cannot_be_read_are_refused_with_their_line(tmp_path: Path) -> None:
+    path = tmp_path / "examples.jsonl"
+    path.write_text('{"prompt": "1 + 1 =", "response": "2"}\n{"prompt": "1 + 2 ="}\n')
+    config = config_of(tmp_path, train__sft={"path": str(path), "samples": 1})
+    assert f"{path}:2" in refusal(config)
+    path.write_text('{"prompt": "1 + 1 =", "response": "2"}\n')
+    plan.check(config)
