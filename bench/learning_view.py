@@ -5,6 +5,7 @@ Owns the statistics: means over seeds with 95 % intervals by Student's t, differ
 
 from __future__ import annotations
 
+import io
 import json
 from collections import Counter
 from collections.abc import Iterable, Sequence
@@ -14,6 +15,7 @@ from typing import Any
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from PIL import Image
 
 from bench.learning_runs import CONFIGURATIONS
 from raypost.report.colours import BLUE, GREEN, GREY, INK, ORANGE, PALE, PURPLE, RED
@@ -40,8 +42,16 @@ def draw(results: Path, figures: Path | None) -> None:
     print(tables)
     folder = figures or results
     folder.mkdir(parents=True, exist_ok=True)
-    learning_figure(runs).savefig(folder / "learning-curves.png", dpi=100)
-    drift_figure(runs).savefig(folder / "learning-drift.png", dpi=100)
+    _save(learning_figure(runs), folder / "learning-curves.png")
+    _save(drift_figure(runs), folder / "learning-drift.png")
+
+
+def _save(figure: Figure, path: Path) -> None:
+    """As PNG of few colours, which takes a third of the space."""
+    whole = io.BytesIO()
+    figure.savefig(whole, dpi=100)
+    with Image.open(whole) as image:
+        image.convert("P", palette=Image.Palette.ADAPTIVE, colors=96).save(path, optimize=True)
 
 
 def load(results: Path) -> Runs:
@@ -87,12 +97,14 @@ def scores_table(runs: Runs) -> list[str]:
     """One row a configuration: scores, and how they compare with TRL's of the same seeds."""
     lines = [
         "| configuration | seeds | staleness of trained groups, mean (max) | held-out score after the last step | "
-        "mean over the steps | last score minus TRL's | in % of TRL's |",
-        "|---|---|---|---|---|---|---|",
+        "of each seed | mean over the steps | last score minus TRL's | in % of TRL's |",
+        "|---" * 8 + "|",
     ]
     for name, by_seed in runs.items():
         cells = [CONFIGURATIONS[name].about, str(len(by_seed)), _staleness(by_seed.values())]
-        cells += [with_interval([f(one) for one in by_seed.values()]) for f in (final, area)]
+        scores = [final(one) for one in by_seed.values()]
+        cells += [with_interval(scores), " ".join(f"{one:.2f}" for one in scores)]
+        cells.append(with_interval([area(one) for one in by_seed.values()]))
         pairs = [(final(one), final(runs[BASE][seed])) for seed, one in by_seed.items() if seed in runs[BASE]]
         if name == BASE or not pairs:
             cells += ["", ""]
@@ -166,58 +178,63 @@ def by_lag(runs: Runs, name: str) -> dict[int, dict[str, float]]:
 
 
 def learning_figure(runs: Runs) -> Figure:
-    """Held-out score and training reward by step: means over seeds, and the range of the seeds."""
-    figure = Figure(figsize=(10, 4.2), layout="constrained")
+    """Held-out score and training reward by step: means over seeds, and each seed."""
+    figure = Figure(figsize=(10, 4.8), layout="constrained")
     left, right = figure.subplots(1, 2, sharey=True)
     for name, by_seed in runs.items():
         if name == "cycle-8":
             continue
         steps = [one["step"] for one in next(iter(by_seed.values()))["points"]]
         scores = [[point["score"] for point in one["points"]] for one in by_seed.values()]
-        _band(left, steps, scores, name)
+        _lines(left, steps, scores, name)
         rewards = [_smooth([row["reward_mean"] for row in one["steps"]]) for one in by_seed.values()]
-        _band(right, range(1, len(rewards[0]) + 1), rewards, name)
+        _lines(right, range(1, len(rewards[0]) + 1), rewards, name)
     _dress(left, "held-out score, greedy")
     _dress(right, "training reward, mean of 5 steps")
     left.set_ylim(0, 1)
-    left.legend(frameon=False, fontsize=8, loc="best")
+    figure.legend(
+        *left.get_legend_handles_labels(), loc="outside lower center", ncols=3, frameon=False, fontsize=9
+    )
     return figure
 
 
 def drift_figure(runs: Runs) -> Figure:
-    """KL and effective sample size by step, and both with the clip fraction by lag."""
-    figure = Figure(figsize=(10, 3.6), layout="constrained")
+    """KL and effective sample size by step; both, and the clip fraction, by lag."""
+    figure = Figure(figsize=(10, 4.2), layout="constrained")
     kl, size, lags = figure.subplots(1, 3)
     for name, by_seed in runs.items():
         if CONFIGURATIONS[name].trl or name == "cycle-8":
             continue
         for axes, metric in ((kl, "rollout_kl_k3"), (size, "effective_sample_size")):
             values = [_smooth([row[metric] for row in one["steps"]]) for one in by_seed.values()]
-            _band(axes, range(1, len(values[0]) + 1), np.clip(values, 1e-9, None).tolist(), name)
+            _lines(axes, range(1, len(values[0]) + 1), values, name)
     kl.set_yscale("log")
     kl.set_ylim(bottom=1e-4)
     _dress(kl, "KL(rollout, trainer), nats a token")
     _dress(size, "effective sample size")
-    size.legend(frameon=False, fontsize=7, loc="best")
+    figure.legend(
+        *size.get_legend_handles_labels(), loc="outside lower center", ncols=3, frameon=False, fontsize=9
+    )
     found = by_lag(runs, "cycle-8")
-    for metric, label, colour in (
-        ("effective_sample_size", "effective sample size", BLUE),
-        ("rollout_kl_k3", "KL, nats a token", RED),
-        ("clip_fraction", "clipped tokens", ORANGE),
+    for values, label, colour in (
+        ([1 - row["effective_sample_size"] for row in found.values()], "1 - effective sample size", BLUE),
+        ([row["rollout_kl_k3"] for row in found.values()], "KL, nats a token", RED),
+        ([row["clip_fraction"] for row in found.values()], "clipped tokens", ORANGE),
     ):
-        lags.plot(list(found), [row[metric] for row in found.values()], "o-", color=colour, label=label)
+        lags.plot(list(found), values, "o-", color=colour, label=label, ms=4)
     _dress(lags, "by version lag, staleness 0 to 8 in turn")
-    lags.set_xlabel("lag, steps")
-    lags.legend(frameon=False, fontsize=7)
+    lags.set_xlabel("lag, steps", color=GREY)
+    lags.legend(frameon=False, fontsize=8)
     return figure
 
 
-def _band(axes: Axes, steps: Sequence[int], values_SN: Sequence[Sequence[float]], name: str) -> None:
-    """Mean line and range of the seeds."""
-    values = np.asarray(values_SN)
+def _lines(axes: Axes, steps: Sequence[int], values_SN: Sequence[Sequence[float]], name: str) -> None:
+    """The mean, and each seed in pale."""
+    values, colour = np.asarray(values_SN), COLOURS[name]
     dashed = "--" if CONFIGURATIONS[name].trl else "-"
-    axes.plot(steps, values.mean(0), dashed, color=COLOURS[name], label=CONFIGURATIONS[name].about, lw=1.6)
-    axes.fill_between(steps, values.min(0), values.max(0), color=COLOURS[name], alpha=0.12, lw=0)
+    for one in values:
+        axes.plot(steps, one, dashed, color=colour, alpha=0.25, lw=0.8)
+    axes.plot(steps, values.mean(0), dashed, color=colour, label=CONFIGURATIONS[name].about, lw=1.8)
 
 
 def _smooth(values: Sequence[float], width: int = 5) -> list[float]:

@@ -92,9 +92,10 @@ async def _score(cast: Cast, version: int) -> tuple[SyncReport, dict[str, float]
     cast.add(FolderWeights, cfg, path, name="folder-weights")
     cast.add(Evaluator, cfg, path, agents, control, name="evaluator")
     weights = Remote("folder-weights", cfg.train.step_timeout_s)
-    starting = cast.handles[PRODUCTION].start.remote()
-    engines = await within(
-        starting, cfg.rollout.start_timeout_s + CALL_TIMEOUT_S, "the rollout workers to start"
+    reward_models = [handle.start.remote() for handle in cast.frozen.values()]
+    starting = asyncio.gather(cast.handles[PRODUCTION].start.remote(), *reward_models)
+    engines, *_ = await within(
+        starting, cfg.rollout.start_timeout_s + CALL_TIMEOUT_S, "rollout workers and reward models to start"
     )
     _say(f"rollout workers: {len(engines)} ready")
     sync = await WeightBroadcaster(weights, control, cfg.sync, models.canary_ids).broadcast(version)
@@ -167,6 +168,8 @@ def _subject(args: argparse.Namespace) -> Subject:
     )
     if args.checkpoint is not None:
         checkpoint = args.checkpoint.resolve()
+        if not checkpoint.is_dir():
+            raise ConfigError(f"checkpoint {args.checkpoint} does not exist")
         step, folder = verify_files(checkpoint), checkpoint / HF
         if not folder.is_dir():
             raise ConfigError(f"{checkpoint} has no folder {HF}: it was saved with checkpoint.hf: false")
@@ -190,13 +193,12 @@ def _check(config: Config) -> None:
 
 def _check_cluster(config: Config) -> None:
     cluster = plan.ClusterResources(cluster_nodes(), elastic=config.autoscaling)
-    engines = [bundle for bundle in plan.bundles(config) if bundle.role == "rollout_worker"]
+    engines = [b for b in plan.bundles(config) if b.role in ("rollout_worker", "reward_worker")]
     homeless = [bundle for bundle in engines if bundle.name not in place(engines, cluster)]
     if homeless and not cluster.elastic:
         wanted = describe(homeless[0].resources)
         raise ClusterError(
-            f"{homeless[0].name} needs {wanted} on one node, and no node has that left: add nodes, or lower "
-            "rollout.num_workers"
+            f"{homeless[0].name} needs {wanted} on one node, and no node has that left: add nodes, or use fewer workers"
         )
 
 

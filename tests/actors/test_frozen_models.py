@@ -109,7 +109,7 @@ async def test_reward_is_the_models_logit_also_from_a_worker_that_was_killed_mea
         env=settings(),
     )
     pool = RewardModelPool("tutor", ["reward-tutor-0"], timeout_s=90)
-    spawn(JudgeWorker, "judge-0", run.tasks, {"tutor": pool}, name="judge-0", env=settings())
+    judges = spawn(JudgeWorker, "judge-0", run.tasks, {"tutor": pool}, name="judge-0", env=settings())
     judge = Remote("judge-0", 120, many={"judge": 8})
     info = await asyncio.wait_for(worker.start.remote(), 120)
 
@@ -129,6 +129,7 @@ async def test_reward_is_the_models_logit_also_from_a_worker_that_was_killed_mea
     assert (await worker.start.remote())["pid"] != info["pid"]
     await worker.shutdown.remote()
     ray.kill(worker)
+    ray.kill(judges)
 
 
 # ---------------------------------------------------------------- reference
