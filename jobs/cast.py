@@ -137,7 +137,8 @@ class Cast:
             own, engine = [b for b in bundles if b.pool == model.name], reward_engine(self.cfg, model)
             for bundle in own:
                 self._frozen(RewardModelWorker, bundle, paths[model.name], engine)
-            timeout_s = self._request_s + self.cfg.rollout.start_timeout_s
+            # Before the judge's own deadline, which does not know what it waits for.
+            timeout_s = self.cfg.rollout.request_timeout_s
             pools[model.name] = RewardModelPool(model.name, [b.name for b in own], timeout_s)
         return pools
 

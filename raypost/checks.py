@@ -21,6 +21,7 @@ from raypost.datasets import check_source, held_out, render
 from raypost.errors import ConfigError
 from raypost.judges.reward_model import check_reward_model
 from raypost.models import SMOLLM2, TINY, check_model
+from raypost.resources import engine_sections
 from raypost.task_config import TaskConfig
 from raypost.tokenizer import Tokenizer
 from raypost.trainer.sft import check_examples
@@ -52,11 +53,13 @@ def model_problems(config: Config) -> list[str]:
     """A model that is missing, that the run does not fit, or whose tokenizer cannot end a response."""
     problems = _problem(lambda: check_model(config.model))
     folder = _local_folder(config)
-    if config.rollout.tensor_parallel_size > 1 and config.device == "cpu":
-        problems.append(
-            f"rollout.tensor_parallel_size is {config.rollout.tensor_parallel_size}, but device is cpu, "
-            "where an engine is one process: use 1"
-        )
+    if config.device == "cpu":
+        problems += [
+            f"{place}.tensor_parallel_size is {of.tensor_parallel_size}, but device is cpu, where an engine is one "
+            "process: use 1"
+            for place, of in engine_sections(config).items()
+            if of.tensor_parallel_size > 1
+        ]
     if config.model.name == TINY:
         problems += _fit_problems(config, {"max_position_embeddings": tiny.MAX_POSITIONS})
     if problems or folder is None:
@@ -104,11 +107,21 @@ def composition_problems(config: Config) -> list[str]:
 
 
 def _reward_model_problems(config: Config) -> list[str]:
-    """Reward models that are missing or cannot score."""
-    problems = []
+    """Reward models that are missing, cannot score, or are never asked."""
+    problems = [
+        f"task {task.name!r}: judge.reward_model is {task.judge.reward_model!r}, but agent_loop.kind is environment, "
+        "which gives the rewards itself and asks no judge: leave the judge out, or use single_turn"
+        for task in config.tasks
+        if task.judge.reward_model is not None and task.agent_loop.kind == "environment"
+    ]
     for model in config.reward_models:
         folder = Path(model.model).expanduser()
-        if folder.is_dir():
+        if model.model in (TINY, SMOLLM2):
+            problems.append(
+                f"reward_models {model.name!r}: {model.model} is a language model, which gives no score: use a "
+                "sequence classifier with one output"
+            )
+        elif folder.is_dir():
             problems += _problem(lambda model=model, folder=folder: check_reward_model(model, folder))  # type: ignore[misc]
         else:
             problems += _problem(lambda model=model: check_model(ModelConfig(name=model.model)))  # type: ignore[misc]

@@ -165,6 +165,11 @@ def _warnings(config: Config) -> list[str]:
             "train.correction has neither weight nor reject although trained data may be stale: its mismatch "
             "stays uncorrected"
         )
+    if train.loss.kl.pool is not None and config.model.dtype == "bfloat16":
+        warnings.append(
+            "train.loss.kl.pool with model.dtype bfloat16: engines and ranks round differently, so the divergence from "
+            "the reference does not begin at 0"
+        )
     if config.device == "cuda" and config.model.dtype == "float32":
         warnings.append(
             "model.dtype is float32 on GPUs: bfloat16 takes half the memory and is several times faster"

@@ -200,14 +200,21 @@ def name_problems(config: Config) -> list[str]:
     return problems
 
 
+def engine_sections(config: Config) -> dict[str, RolloutConfig | PoolConfig]:
+    """Where the configuration describes engines, by the place of that part."""
+    pools: dict[str, PoolConfig | None] = {
+        **{f"rollout.pools.{n}": pool for n, pool in enumerate(config.rollout.pools)},
+        **{f"reward_models.{n}": model for n, model in enumerate(config.reward_models)},
+        "eval.pool": config.eval.pool,
+        "train.loss.kl.pool": config.train.loss.kl.pool,
+    }
+    return {"rollout": config.rollout} | {place: pool for place, pool in pools.items() if pool is not None}
+
+
 def _sections(config: Config) -> dict[str, RolloutConfig | PoolConfig | TrainConfig | CriticConfig]:
     """Where the configuration asks for resources, by the place of that part."""
-    sections: dict[str, Any] = {"rollout": config.rollout, "train": config.train}
-    sections |= {f"rollout.pools.{n}": pool for n, pool in enumerate(config.rollout.pools)}
-    sections |= {f"reward_models.{n}": model for n, model in enumerate(config.reward_models)}
-    sections |= {"eval.pool": config.eval.pool, "train.critic": config.train.critic}
-    sections["train.loss.kl.pool"] = config.train.loss.kl.pool
-    return {name: section for name, section in sections.items() if section is not None}
+    critic = {} if config.train.critic is None else {"train.critic": config.train.critic}
+    return {**engine_sections(config), "train": config.train, **critic}
 
 
 def shortages(config: Config, cluster: ClusterResources) -> list[str]:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import gc
+import asyncio
 from pathlib import Path
 
 import numpy as np
 import pytest
 import ray
-from transformers import LlamaForCausalLM
+from ray.actor import ActorHandle
 
 from actors.placement import spawn
 from actors.rollout_worker import RolloutWorker
@@ -17,6 +17,7 @@ from actors.trainer_worker import CONCURRENCY_GROUPS, TrainerWorker
 from raypost.config import Config, parse_config
 from raypost.packed import PackedGroups, pack_groups
 from raypost.types import FloatArray, Group, RolloutState, SampleParams, Status
+from raypost.weights import Manifest
 from tests.actors.tiny_engine import CONFIG, VOCAB, make_model
 
 pytestmark = [pytest.mark.usefixtures("local_ray"), pytest.mark.timeout(300)]
@@ -63,45 +64,44 @@ class Both(TrainerWorker):
 
 async def test_adapter_sync_and_merged_sync_give_the_engine_the_trainers_logprobs(tmp_path: Path) -> None:
     folder = str(tmp_path)
-    model = make_model(tmp_path, tied=True)
-    assert isinstance(model, LlamaForCausalLM)
-    model.save_pretrained(folder)
+    make_model(tmp_path, tied=True).save_pretrained(folder)
     config = make_config()
-    workers = [
+    ranks = [
         spawn(Both, config, folder, rank, name=f"lora-{rank}", concurrency_groups=CONCURRENCY_GROUPS)
         for rank in range(2)
     ]
-    trainer, engine = TrainerGroup(workers, config), RolloutWorker("rollout-0", folder, CONFIG, 0)
-    await trainer.start()
-    await engine.start()
+    trainer = TrainerGroup(ranks, config)
+    engine = spawn(RolloutWorker, "rollout-0", folder, CONFIG, 0, name="rollout-0")
+    await asyncio.gather(trainer.start(), engine.start.remote())
 
-    async def synced(version: int) -> tuple[list[ray.ObjectRef], FloatArray]:
-        """The engine's logprobs under what is published now, which are the trainer's."""
-        manifest, refs = await trainer.publish(version)
-        report = await engine.load_weights(manifest, *ray.get(refs))
-        assert (report.version, report.digest) == (version, manifest.digest)
-        got = await engine.canary(IDS)
+    async def load(worker: ActorHandle, manifest: Manifest, refs: list[ray.ObjectRef]) -> FloatArray:
+        """The engine's logprobs under these weights, which are the trainer's."""
+        report = await worker.load_weights.remote(manifest, *refs)
+        assert (report.version, report.digest) == (manifest.version, manifest.digest)
+        got = await worker.canary.remote(IDS)
         assert np.abs(got - await trainer.canary(IDS)).max() < 1e-4
-        return refs, got
+        return got
 
-    refs, before = await synced(0)
+    manifest, base = await trainer.publish(0)
+    before = await load(engine, manifest, base)
     for step in (1, 2):
         await trainer.fit(ray.put(make_batch(step)))
-        later, after = await synced(step)
-        assert later[:-1] == refs[:-1] and later[-1] != refs[-1], "only the factors are published again"
+        manifest, refs = await trainer.publish(step)
+        after = await load(engine, manifest, refs)
+        assert refs[:-1] == base[:-1] and refs[-1] != base[-1], "only the factors are published again"
         assert np.abs(after - before).max() > 1e-2
         before = after
-    assert sum(bucket.nbytes for bucket in ray.get(later[-1:])) < 0.4 * sum(
-        b.nbytes for b in ray.get(refs[:-1])
-    )
+    assert manifest.bucket_sizes[-1] < 0.4 * sum(manifest.bucket_sizes[:-1])
 
-    await engine.shutdown()
-    _, restarted = await synced(3)
-    assert np.array_equal(restarted, after)
+    await engine.shutdown.remote()
+    ray.kill(engine)
+    engine = spawn(RolloutWorker, "rollout-0", folder, CONFIG, 0, name="rollout-0-again")
+    await engine.start.remote()
+    assert np.array_equal(await load(engine, manifest, refs), after)
     await trainer._each("publish_as", "merged")
-    refs, merged = await synced(4)
-    assert np.abs(merged - after).max() < 1e-4 and refs[0] != later[0]
+    merged, buckets = await trainer.publish(3)
+    assert np.abs(await load(engine, merged, buckets) - after).max() < 1e-4 and buckets[0] != base[0]
+    assert {entry.added for entry in merged.tensors} == {None}
 
-    await engine.shutdown()
+    await engine.shutdown.remote()
     await trainer.shutdown()
-    gc.collect()

@@ -573,6 +573,20 @@ def test_a_reward_model_that_cannot_score_is_refused(tmp_path: Path) -> None:
     right = config_of(tmp_path, tasks__0__judge=judge, reward_models=[model | {"model": str(scorer)}])
     assert [b.name for b in plan.bundles(right) if b.role == "reward_worker"] == ["reward-helpful-0"]
     plan.check(right)
+    loop = {"kind": "environment", "environment": "tests.jobs.playground:AskTwice"}
+    unasked = config_of(
+        tmp_path,
+        tasks__0__judge=judge,
+        tasks__0__agent_loop=loop,
+        reward_models=[model | {"model": str(scorer)}],
+    )
+    assert "asks no judge" in refusal(unasked)
+    language = config_of(tmp_path, tasks__0__judge=judge, reward_models=[model | {"model": "tiny"}])
+    assert "gives no score" in refusal(language)
+    wide = model | {"model": str(scorer), "tensor_parallel_size": 2}
+    assert "reward_models.0.tensor_parallel_size is 2" in refusal(
+        config_of(tmp_path, tasks__0__judge=judge, reward_models=[wide])
+    )
 
 
 def test_engines_of_a_reference_are_refused_where_they_cannot_answer(tmp_path: Path) -> None:
