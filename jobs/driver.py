@@ -42,7 +42,7 @@ def main(job: Job, argv: list[str] | None = None, *, placement: str = "separate"
     )
     args = _arguments(argv)
     try:
-        config = load_config(Path(args.config), _overrides(args))
+        config = load_config(Path(args.config), overrides_of(args))
         config = config.model_copy(update={"runs_dir": config.runs_dir.expanduser().resolve()})
         _check_placement(config, placement)
         plan.check(config)
@@ -52,7 +52,7 @@ def main(job: Job, argv: list[str] | None = None, *, placement: str = "separate"
         print(f"refused: {error}", file=sys.stderr, flush=True)
         return EXIT_REFUSED
     try:
-        return asyncio.run(_run(job, config))
+        return asyncio.run(run_job(job, config))
     finally:
         ray.shutdown()
 
@@ -88,9 +88,10 @@ async def first_of(wanted: Awaitable[T], producing: asyncio.Task[None]) -> T:
         task.cancel()
 
 
-async def _run(
+async def run_job(
     job: Job, config: Config, stopping: str = "the run pauses, saves and writes its report"
 ) -> int:
+    """Run a job until it ends or a signal stops it. Exit code as of `main`. `stopping` is said at a signal."""
     stop = asyncio.Event()
     work = asyncio.ensure_future(job(config, stop))
 
@@ -131,6 +132,7 @@ def _arguments(argv: list[str] | None) -> argparse.Namespace:
     return parser.parse_args(argv)
 
 
-def _overrides(args: argparse.Namespace) -> list[str]:
+def overrides_of(args: argparse.Namespace) -> list[str]:
+    """The overrides of a command line, `--name` and `--runs-dir` among them."""
     named = [("name", args.name), ("runs_dir", args.runs_dir)]
     return [*args.overrides, *(f"{key}={value}" for key, value in named if value)]

@@ -33,7 +33,7 @@ from actors.placement import cluster_nodes
 from actors.remote import Remote, within
 from actors.weight_broadcaster import SyncReport, WeightBroadcaster
 from jobs.cast import CALL_TIMEOUT_S, Cast
-from jobs.driver import EXIT_REFUSED, _overrides, _run, connect
+from jobs.driver import EXIT_REFUSED, connect, overrides_of, run_job
 from jobs.wiring import PRODUCTION, prepared
 from raypost import plan
 from raypost.checkpoint import HF, verify_files
@@ -146,14 +146,14 @@ def main(argv: list[str] | None = None) -> int:
         return EXIT_REFUSED
     try:
         return asyncio.run(
-            _run(lambda _, stop: evaluate(subject, stop), subject.config, "there will be no scores")
+            run_job(lambda _, stop: evaluate(subject, stop), subject.config, "there will be no scores")
         )
     finally:
         ray.shutdown()
 
 
 def _subject(args: argparse.Namespace) -> Subject:
-    config, step = load_config(Path(args.config), _overrides(args)), 0
+    config, step = load_config(Path(args.config), overrides_of(args)), 0
     # Nothing is trained: engines have devices of their own, and there is no critic.
     train = config.train.model_copy(update={"critic": None})
     update: dict[str, Any] = {

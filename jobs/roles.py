@@ -103,7 +103,10 @@ class Roles:
         return step
 
     async def pause(self, step: int) -> None:
-        """Stop production for the sync after `step`."""
+        """Stop production for the sync after `step`. An evaluation beside production is waited for before, where
+        another follows this pause."""
+        if self.cfg.eval_due(step):
+            await self.evaluated()
         await self.producer.pause(self.cfg.pause_mode(step, stopping=self.stop.is_set()))
 
     async def broadcast(self, version: int) -> None:

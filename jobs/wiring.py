@@ -202,6 +202,9 @@ def _spawn_light(
     broadcaster = _spawn_broadcaster(cast, "weight-broadcaster", trainer, control, canary_ids)
     evaluation_broadcaster = _spawn_evaluation(cast, model_path, agents, judges, trainer, canary_ids)
     watched = {name: handle for name, handle in cast.handles.items() if name.startswith(WATCHED)}
+    if cfg.eval.pool is not None:
+        # Its time is not the run's: production goes on beside it.
+        del watched["evaluator"]
     cast.add(Telemetry, cfg, watched, cast.started_s, name="telemetry")
     fingerprint = {"config": plan.fingerprint(cfg)}
     return Roles(
@@ -219,7 +222,7 @@ def _spawn_light(
         broadcaster=broadcaster,
         evaluation_broadcaster=evaluation_broadcaster,
         producer=Remote("producer", 2 * cfg.rollout.pause_timeout_s + 2 * CALL_TIMEOUT_S),
-        evaluator=Remote("evaluator", cfg.eval.timeout_s),
+        evaluator=Remote("evaluator", cfg.eval.timeout_s + CALL_TIMEOUT_S),
         telemetry=Remote("telemetry", CALL_TIMEOUT_S),
         producer_handle=producer,
     )

@@ -157,6 +157,12 @@ def _warnings(config: Config) -> list[str]:
         )
     if requests > 4 * slots:
         warnings.append(f"up to {requests} requests wait for {slots} slots: raise rollout.max_num_seqs")
+    checkpoint, evaluation = config.checkpoint, config.eval
+    if checkpoint.keep_best and checkpoint.interval and evaluation.num_prompts and not evaluation.interval:
+        warnings.append(
+            "checkpoint.keep_best needs scores, but eval.interval is 0, so only the last checkpoint has one: set it to "
+            f"checkpoint.interval {checkpoint.interval}"
+        )
     thresholds = [limits.stale_threshold for limits in task_limits(config).values()]
     correction = train.correction
     uncorrected = correction.weight is None and correction.reject is None and correction.proximal != "rollout"
