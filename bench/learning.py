@@ -24,7 +24,7 @@ from bench.learning_runs import CONFIGURATIONS, ROOT, run
 from bench.learning_view import draw
 
 RUN_TIMEOUT_S = 1200
-"""Longest time one run may take; it takes two minutes on two cores of its own."""
+"""Longest time one run may take; it takes two to five minutes on two cores, by what else they do."""
 STOP_WAIT_S = 90
 """Time a run has to end its actors."""
 
@@ -110,7 +110,9 @@ def _arguments() -> argparse.Namespace:
     )
     parser.add_argument("--results", type=Path, default=Path("runs/learning"), help="folder of the results")
     parser.add_argument("--figures", type=Path, help="folder of the figures; the results' own otherwise")
-    parser.add_argument("--seeds", type=int, default=5, help="seeds 0 to this minus 1")
+    parser.add_argument(
+        "--seeds", type=int, default=5, choices=range(1, 11), metavar="N", help="seeds 0 to N - 1, at most 10"
+    )
     parser.add_argument("--only", nargs="+", choices=CONFIGURATIONS, help="these configurations alone")
     commands = parser.add_subparsers(dest="command")
     single = commands.add_parser("one", help="one run")

@@ -24,7 +24,7 @@ Runs = dict[str, dict[int, dict[str, Any]]]
 """Results by configuration and seed."""
 
 BASE = "trl"
-T_95 = {2: 12.706, 3: 4.303, 4: 3.182, 5: 2.776, 6: 2.571, 7: 2.447, 8: 2.365, 9: 2.306, 10: 2.262}
+T_95 = {3: 4.303, 4: 3.182, 5: 2.776, 6: 2.571, 7: 2.447, 8: 2.365, 9: 2.306, 10: 2.262}
 """Student's t for a two-sided 95 % interval, by the number of values."""
 SETTLED = 10
 """Steps after which every lag is what its configuration says."""
@@ -83,8 +83,8 @@ def settled(run: dict[str, Any], name: str) -> list[float]:
 
 
 def with_interval(values: Sequence[float], digits: int = 3) -> str:
-    """Mean and half of the 95 % interval."""
-    if len(values) < 2:
+    """Mean and half of the 95 % interval; of two values the mean alone."""
+    if len(values) < 3:
         return f"{np.mean(values):.{digits}f}"
     half = T_95[len(values)] * np.std(values, ddof=1) / len(values) ** 0.5
     return f"{np.mean(values):.{digits}f} ± {half:.{digits}f}"
@@ -101,7 +101,7 @@ def scores_table(runs: Runs) -> list[str]:
         "|---" * 8 + "|",
     ]
     for name, by_seed in runs.items():
-        cells = [CONFIGURATIONS[name].about, str(len(by_seed)), _staleness(by_seed.values())]
+        cells = [CONFIGURATIONS[name].about, str(len(by_seed)), _staleness(name, by_seed.values())]
         scores = [final(one) for one in by_seed.values()]
         cells += [with_interval(scores), " ".join(f"{one:.2f}" for one in scores)]
         cells.append(with_interval([area(one) for one in by_seed.values()]))
@@ -115,10 +115,10 @@ def scores_table(runs: Runs) -> list[str]:
     return lines
 
 
-def _staleness(found: Iterable[dict[str, Any]]) -> str:
+def _staleness(name: str, found: Iterable[dict[str, Any]]) -> str:
     counts = Counter(value for run in found for row in run["steps"] for value in row.get("staleness", ()))
     if not counts:
-        return "as said"
+        return f"{CONFIGURATIONS[name].lag} (not recorded)" if CONFIGURATIONS[name].lag else "0"
     mean = sum(value * count for value, count in counts.items()) / counts.total()
     return f"{mean:.2f} ({max(counts)})"
 
@@ -233,7 +233,7 @@ def _lines(axes: Axes, steps: Sequence[int], values_SN: Sequence[Sequence[float]
     values, colour = np.asarray(values_SN), COLOURS[name]
     dashed = "--" if CONFIGURATIONS[name].trl else "-"
     for one in values:
-        axes.plot(steps, one, dashed, color=colour, alpha=0.25, lw=0.8)
+        axes.plot(steps, one, dashed, color=colour, alpha=0.4, lw=0.8)
     axes.plot(steps, values.mean(0), dashed, color=colour, label=CONFIGURATIONS[name].about, lw=1.8)
 
 

@@ -16,7 +16,7 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.layout_engine import ConstrainedLayoutEngine
-from matplotlib.ticker import MaxNLocator
+from matplotlib.ticker import FixedLocator, MaxNLocator
 from numpy.typing import NDArray
 
 from raypost import metrics
@@ -151,7 +151,8 @@ def _staleness(ax: Axes, report: dict[str, Any]) -> None:
     ax.set_xlim(-0.6, edge + 0.7)
     ax.set_ylim(0, 118)
     ax.set_yticks([0, 50, 100])
-    ax.xaxis.set_major_locator(MaxNLocator(integer=True))
+    # With a single value, a locator of whole numbers falls back to fractions.
+    ax.xaxis.set_major_locator(MaxNLocator(integer=True) if edge else FixedLocator([0]))
     ax.grid(axis="x", visible=False)
     ax.set_title("Staleness of trained groups")
     ax.set_xlabel("train steps behind the newest weights")
