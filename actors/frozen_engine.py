@@ -64,10 +64,6 @@ class FrozenHost:
         """Await a call to the engine; end this process if the engine turns out to be dead."""
         return await self._life.alive(call)
 
-    def check(self) -> None:
-        """End this process if its engine is dead."""
-        self._life.check()
-
     def shutdown(self) -> None:
         """End the engine's processes."""
         self._building = None

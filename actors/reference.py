@@ -97,11 +97,6 @@ class ReferenceWorker:
         """Time spent computing since the last call."""
         return self._spans.drain()
 
-    async def ping(self) -> str:
-        """The worker's name. Ends this process if the engine is dead."""
-        self._host.check()
-        return self._name
-
     async def shutdown(self) -> None:
         """End the engine's processes. The actor itself is the caller's to end."""
         self._host.shutdown()

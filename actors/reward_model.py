@@ -69,11 +69,6 @@ class RewardModelWorker(CallBatches):
             )
         return await self._host.alive(engine.score(ids))
 
-    async def ping(self) -> str:
-        """The worker's name. Ends this process if the engine is dead."""
-        self._host.check()
-        return self._name
-
     async def shutdown(self) -> None:
         """End the engine's processes. The actor itself is the caller's to end."""
         self._host.shutdown()

@@ -10,11 +10,10 @@ A pool that sleeps has lent its devices to others: no engine is started meanwhil
 when the pool wakes, which it does with the next `load_weights` or `resume`.
 
 Invariants: nothing is routed to a worker that is not UP; an UP worker holds the pool's version, unless the pool
-sleeps, and then it sleeps too; between
-`pause` and `resume` no worker generates, whatever the mode, and a request that comes is an "abort" without
-tokens. Pause, resume, weight loads and a worker's return take one lock, so a worker that comes back in the
-middle of a sync cannot serve old weights; it comes back paused as the others are. What a dead worker had
-frozen comes back as an "abort" without tokens and continues elsewhere from the tokens it came with.
+sleeps, and then it sleeps too; between `pause` and `resume` no worker generates, whatever the mode, and a request
+that comes is an "abort" without tokens. Pause, sleep, resume, weight loads and a worker's return take one lock, so a
+worker that comes back in the middle of a sync cannot serve old weights; it comes back paused as the others are. What
+a dead worker had frozen comes back as an "abort" without tokens and continues elsewhere from the tokens it came with.
 """
 
 from __future__ import annotations
@@ -235,7 +234,7 @@ class RolloutController(CallBatches):
         """Load a version into every live worker; what each of them says it holds afterwards. A pool that sleeps wakes.
 
         A worker that dies meanwhile catches up when it is back. Raises WeightError if one holds something
-        else than was sent, and WaitTimeoutError if no worker is left to hold it.
+        else than was sent, and NoWorkersError if none comes back in time to hold it.
         """
         deadline = time.monotonic() + self._sync_timeout_s
         async with self._control:

@@ -49,13 +49,15 @@ class Roles:
     producer_handle: ActorHandle
     production: asyncio.Task[None] | None = None
     _evaluation: asyncio.Task[None] | None = None
-    """The evaluation that runs beside production."""
+    """The last evaluation; it may run beside production."""
+    _saved: int = 0
+    """Step of the newest checkpoint: at 0 there is nothing to lose."""
     _last: dict[str, float] = field(default_factory=dict)
     """Held-out score and sync time, shown with the steps that follow."""
 
     def finished(self, step: int) -> bool:
-        """Whether the loop ends after `step`: all steps done, or a stop was asked for."""
-        return step >= self.cfg.train.num_steps or self.stop.is_set()
+        """Whether the loop ends after `step`: all steps done, or a stop was asked for and nothing is lost by it."""
+        return step >= self.cfg.train.num_steps or (self.stop.is_set() and self._saved == step)
 
     def produce(self) -> asyncio.Task[None]:
         """Start production; the task ends only by raising."""
@@ -99,6 +101,7 @@ class Roles:
             return 0
         step, path = found
         await asyncio.gather(self.trainer.load(path), self.producer.load(str(path)))
+        self._saved = step
         self.display.phase(f"continuing after step {step} from {path}")
         return step
 
@@ -122,6 +125,7 @@ class Roles:
         folder = self.checkpoints.begin(step)
         await asyncio.gather(self._save_trainer(folder), self.producer.save(str(folder), step))
         self.checkpoints.commit(step)
+        self._saved = step
 
     async def _save_trainer(self, folder: Path) -> None:
         """One call after the other: all are collectives."""
@@ -140,21 +144,33 @@ class Roles:
         await self.trainer.reload()
 
     async def evaluate(self, step: int) -> None:
-        """Score held-out problems with the version of `step`. Production must be paused; where evaluation has
-        engines of its own, they take that version now and are asked while production goes on."""
-        if self.cfg.eval.num_prompts == 0:
-            return
-        if self.evaluation_broadcaster is None:
-            return await self._score(step)
+        """Score held-out problems with the version of `step`, unless a stop was asked for. Production must be paused;
+        where evaluation has engines of its own, they take that version now and are asked while production goes on."""
         await self.evaluated()
-        self.checkpoints.await_score(step)
-        await self.evaluation_broadcaster.broadcast(step)
+        if self.cfg.eval.num_prompts == 0 or self.stop.is_set():
+            return
+        if self.evaluation_broadcaster is not None:
+            self.checkpoints.await_score(step)
+            await self.evaluation_broadcaster.broadcast(step)
         self._evaluation = asyncio.create_task(self._score(step), name=f"evaluation of step {step}")
+        if self.evaluation_broadcaster is None:
+            await self.evaluated()
 
     async def evaluated(self) -> None:
-        """Wait for the evaluation that runs beside production, if one does. Raises what it raised."""
-        if self._evaluation is not None:
-            await self._evaluation
+        """Wait for the evaluation under way, if there is one; a stop cancels it. Raises what it raised."""
+        if self._evaluation is None:
+            return
+        stopping = asyncio.ensure_future(self.stop.wait())
+        try:
+            await asyncio.wait({self._evaluation, stopping}, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            stopping.cancel()
+        if self._evaluation.done():
+            return self._evaluation.result()
+        log.warning("a stop was asked for: the %s has no scores", self._evaluation.get_name())
+        self._evaluation.cancel()
+        await asyncio.wait({self._evaluation})
+        self._evaluation = None
 
     async def _score(self, step: int) -> None:
         scores = await self.evaluator.evaluate(step)

@@ -43,7 +43,7 @@ async def train(cfg: Config, stop: asyncio.Event) -> None:
                 await roles.producer.acknowledge(step)
                 await roles.log(step, status, metrics)
             expired = batch_ref is None or status.status == ProduceBatchStatus.EXPIRED_BATCH
-            if expired or cfg.sync_due(step) or roles.finished(step):
+            if expired or cfg.sync_due(step) or stop.is_set():
                 await roles.pause(step)
                 await roles.broadcast(version=step)
                 if cfg.save_due(step) or stop.is_set():

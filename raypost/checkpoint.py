@@ -95,10 +95,11 @@ class CheckpointDir:
         (source / MANIFEST).write_text(json.dumps(manifest, indent=1))
         for path in (*_files(source), *(p for p in source.rglob("*") if p.is_dir()), source):
             _fsync(path)
-        if target.exists():
-            _remove(target)
+        before = _aside(target) if target.exists() else None
         source.rename(target)
         _fsync(self._root)
+        if before is not None:
+            shutil.rmtree(before)
         self._retain()
         return target
 
@@ -151,7 +152,7 @@ class CheckpointDir:
         self._link(BEST, best[0] if best else None)
         for step in steps:
             if step not in kept:
-                _remove(self._root / f"step-{step}")
+                shutil.rmtree(_aside(self._root / f"step-{step}"))
 
     def _link(self, name: str, step: int | None) -> None:
         link, temporary = self._root / name, self._root / f"{name}.tmp"
@@ -296,13 +297,12 @@ def _replace(path: Path, text: str) -> None:
     _fsync(path.parent)
 
 
-def _remove(path: Path) -> None:
-    # Renamed first: a crash while removing must not leave a partial folder under a checkpoint's name.
+def _aside(path: Path) -> Path:
+    """Take a checkpoint's name away: a crash while it is removed must not leave a partial folder under it."""
     old = path.with_name(path.name + ".old")
     if old.exists():
         shutil.rmtree(old)
-    path.rename(old)
-    shutil.rmtree(old)
+    return path.rename(old)
 
 
 # ---------------------------------------------------------------- state: plain data and NumPy arrays

@@ -6,6 +6,7 @@ asking again for the same step gives the same batch. Called with the lock held.
     status EXPIRED_BATCH and newer weights exist   nothing: sync them, then ask for the same step again
     enough groups                                  the batch, with the status of production
     no group can come any more                     ProductionError with every counter
+    a round ended early, and without a group       ProductionError
     otherwise                                      wait
 """
 
@@ -42,8 +43,14 @@ async def try_take(context: ProduceContext, step: int, *, refresh: bool) -> Take
     if context.status is ProduceBatchStatus.EXPIRED_BATCH and behind:
         return await _result(context, step, None), None
     wanted = {task: groups for task, groups in progress.allocation(step).items() if groups > 0}
-    lease = await context.buffer.lease(step, await _there(context, wanted))
+    there = await _there(context, wanted)
+    lease = await context.buffer.lease(step, there)
     if lease is None:
+        if context.pending.gate_open and not any(there.values()):
+            raise ProductionError(
+                f"the round of step {step} ended without a group: should_continue must hold until there is one; "
+                f"{context.describe()}"
+            )
         if not await _can_resolve(context, step, wanted):
             if behind:
                 return await _result(context, step, None), None

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import os
 import shutil
+import sys
 import tempfile
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import psutil
@@ -32,6 +34,13 @@ LOCAL_CPUS = 8
 GONE_TIMEOUT_S = 10.0
 
 
+@pytest.fixture(scope="session", autouse=True)
+def one_thread() -> None:
+    """Of torch in this process, not in what it starts: threads that share tensors this small mostly wait."""
+    if torch := sys.modules.get("torch"):
+        torch.set_num_threads(1)
+
+
 @pytest.fixture(scope="session")
 def private_cluster() -> Iterator[PrivateCluster]:
     """A head without dashboard, for drivers that are processes of their own with `private_cluster.env()`."""
@@ -46,33 +55,44 @@ def private_cluster() -> Iterator[PrivateCluster]:
     assert cluster.pids == []
 
 
-@pytest.fixture(scope="module")
-def local_ray() -> Iterator[None]:
-    """This process as the driver of a Ray of its own, for the tests of one module."""
+@pytest.fixture(scope="session")
+def shared_ray() -> Iterator[None]:
+    """This process as the driver of a Ray of its own."""
     import ray
 
     folder = Path(tempfile.mkdtemp(prefix="rp-", dir="/tmp"))
     mark = folder.name
-    os.environ[MARKER] = mark
     try:
-        ray.init(
-            address="local",
-            include_dashboard=False,
-            num_cpus=LOCAL_CPUS,
-            resources={"rollout": LOCAL_CPUS, "trainer": LOCAL_CPUS},
-            object_store_memory=256 * 1024**2,
-            _temp_dir=str(folder),
-            log_to_driver=False,
-        )
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setenv(MARKER, mark)
+            ray.init(
+                address="local",
+                include_dashboard=False,
+                num_cpus=LOCAL_CPUS,
+                resources={"rollout": LOCAL_CPUS, "trainer": LOCAL_CPUS},
+                object_store_memory=256 * 1024**2,
+                _temp_dir=str(folder),
+                log_to_driver=False,
+            )
         yield
     finally:
         ray.shutdown()
-        del os.environ[MARKER]
         left = survivors(mark)
         for process in left:
             process.kill()
         shutil.rmtree(folder, ignore_errors=True)
     assert left == [], f"processes outlived ray.shutdown by {GONE_TIMEOUT_S} s: {left}"
+
+
+@pytest.fixture(scope="module")
+def local_ray(shared_ray: None) -> Iterator[None]:
+    """The same Ray for every module: to start one takes seconds. Actors that a module leaves end with it."""
+    import ray
+
+    yield
+    for name in ray.util.list_named_actors():
+        with suppress(ValueError):  # It ends just now.
+            ray.kill(ray.get_actor(name))
 
 
 def survivors(mark: str) -> list[psutil.Process]:

@@ -6,18 +6,21 @@ import asyncio
 import os
 import signal
 import time
-from collections.abc import AsyncIterator, Iterator
-from dataclasses import replace
+from collections.abc import AsyncIterator
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import pytest_asyncio
 import ray
 import torch
+from ray.actor import ActorHandle
 from ray.exceptions import RayActorError
+from transformers import LlamaForCausalLM
 
-from actors.placement import MAX_CONCURRENCY
+from actors.placement import spawn
 from actors.rollout_worker import RolloutWorker
 from raypost.errors import StaleWeightsError, WeightError
 from raypost.types import GenerateRequest, SampleParams
@@ -39,7 +42,6 @@ from tests.actors.tiny_engine import (
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
-REPOSITORY = Path(__file__).parents[2]
 one_engine = pytest.mark.parametrize("bench", ["tied"], indirect=True)
 """For what does not depend on how the model's head is stored."""
 
@@ -258,20 +260,26 @@ async def test_adapters_are_added_to_a_base_that_is_sent_once(bench: Bench) -> N
             for part, one in ((DOWN, down), (UP, up))
         ]
         manifest, own = pack_adapters(bench.version, base, factors, {name: scale}, 1 << 20)
-        damaged = own[0].copy()
-        damaged[9] ^= 1
+        if number in (0, 3):
+            victim = manifest.tensors[5]
+            damaged = [bucket.copy() for bucket in kept]
+            damaged[victim.bucket][victim.offset] ^= 1
+            with pytest.raises(WeightError, match=f"{victim.name}.*old weights are untouched"):
+                await bench.worker.load_weights(manifest, *damaged, *own)
+        spoilt = own[0].copy()
+        spoilt[9] ^= 1
         with pytest.raises(WeightError, match=r"q_proj\.weight\.lora_down.*old weights are untouched"):
-            await bench.worker.load_weights(manifest, *kept, damaged)
+            await bench.worker.load_weights(manifest, *kept, spoilt)
         report = await bench.worker.load_weights(manifest, *kept, *own)
         assert (report.version, report.digest) == (bench.version, manifest.digest)
         bench.model.get_parameter(name).data = plain + scale * up @ down
         expected = expected_logprobs(bench.model, ids)
         assert np.max(np.abs(await bench.worker.canary(ids) - expected)) < TOLERANCE
     # Its bytes do not travel again: what the sender has in its place does not matter.
-    spoilt = [np.zeros_like(bucket) for bucket in kept]
+    empty = [np.zeros_like(bucket) for bucket in kept]
     bench.version += 1
     again = replace(manifest, version=bench.version)
-    assert (await bench.worker.load_weights(again, *spoilt, *own)).digest == manifest.digest
+    assert (await bench.worker.load_weights(again, *empty, *own)).digest == manifest.digest
     bench.model.get_parameter(name).data = plain
     await bench.sync()
     await bench.assert_serves(bench.version)
@@ -362,22 +370,27 @@ async def test_interrupted_load_never_serves_and_the_next_load_repairs_it(bench:
 # ---------------------------------------------------------------- as a Ray actor
 
 
-@pytest.fixture(scope="module")
-def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    os.environ["RAY_AUTH_MODE"] = "disabled"
-    ray.init(
-        address="local",
-        num_cpus=2,
-        include_dashboard=False,
-        runtime_env={"working_dir": str(REPOSITORY), "excludes": [".venv", ".git", "runs", "*_cache"]},
-    )
-    yield
-    ray.shutdown()
+@dataclass
+class Spawned:
+    """A worker in a process of its own, its engine up."""
+
+    actor: ActorHandle
+    info: dict[str, Any]
+    model: LlamaForCausalLM
 
 
-def spawn(folder: Path, name: str):
-    options = {"num_cpus": 1, "max_restarts": 0, "max_concurrency": MAX_CONCURRENCY, "name": name}
-    return ray.remote(RolloutWorker).options(**options).remote(name, str(folder), CONFIG, 0)
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def spawned(local_ray: None, tmp_path_factory: pytest.TempPathFactory) -> list[Spawned]:
+    """Two, to be ended in two ways; started at once, each on a core of its own."""
+
+    async def start(index: int) -> Spawned:
+        folder, name = tmp_path_factory.mktemp("actor"), f"rollout-{index}"
+        model = make_model(folder, tied=True)
+        actor = spawn(RolloutWorker, name, str(folder), CONFIG, index, name=name)
+        info = await asyncio.wait_for(actor.start.remote(), 120)
+        return Spawned(actor, info, model)
+
+    return await asyncio.gather(start(0), start(1))
 
 
 async def gone(pids: list[int], within_s: float) -> bool:
@@ -390,11 +403,9 @@ async def gone(pids: list[int], within_s: float) -> bool:
 
 
 async def test_actor_loads_from_the_object_store_and_answers_control_calls_under_load(
-    cluster: None, tmp_path: Path
+    spawned: list[Spawned],
 ) -> None:
-    model = make_model(tmp_path, tied=True)
-    actor = spawn(tmp_path, "rollout-0")
-    info = await asyncio.wait_for(actor.start.remote(), 120)
+    actor, info, model = spawned[0].actor, spawned[0].info, spawned[0].model
     manifest, buckets = publish(model, 0)
     refs = [ray.put(bucket) for bucket in buckets]
     report = await asyncio.wait_for(actor.load_weights.remote(manifest, *refs), 30)
@@ -419,9 +430,7 @@ async def test_actor_loads_from_the_object_store_and_answers_control_calls_under
         await asyncio.wait_for(actor.ping.remote(), 30)
 
 
-async def test_killed_actor_leaves_no_engine_process(cluster: None, tmp_path: Path) -> None:
-    make_model(tmp_path, tied=True)
-    actor = spawn(tmp_path, "rollout-1")
-    info = await asyncio.wait_for(actor.start.remote(), 120)
+async def test_killed_actor_leaves_no_engine_process(spawned: list[Spawned]) -> None:
+    info = spawned[1].info
     os.kill(info["pid"], signal.SIGKILL)
     assert await gone([info["pid"], *info["engine_pids"]], 10)

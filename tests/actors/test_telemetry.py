@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import json
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -62,19 +61,6 @@ class Silent:
         return None
 
 
-@pytest.fixture(scope="module")
-def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("RAY_AUTH_MODE", "disabled")
-        ray.init(
-            address="local", num_cpus=2, include_dashboard=False, log_to_driver=False, logging_level="ERROR"
-        )
-        try:
-            yield
-        finally:
-            ray.shutdown()
-
-
 def make(config: Config, sources: dict[str, ActorHandle], deadline_s: float = 1.0) -> ActorHandle:
     options = {"poll_s": 0.1, "deadline_s": deadline_s, "sample_s": 0.2}
     return ray.remote(Telemetry).options(num_cpus=0).remote(config, sources, **options)
@@ -97,7 +83,7 @@ def config(tmp_path: Path) -> Config:
     return run.config(runs_dir=str(tmp_path))
 
 
-@pytest.mark.usefixtures("cluster")
+@pytest.mark.usefixtures("local_ray")
 def test_a_run_is_recorded_and_its_report_returned(config: Config) -> None:
     worker = source("rollout-worker-0")
     telemetry = make(config, {"rollout": worker, "silent": ray.remote(Silent).options(num_cpus=0).remote()})
@@ -121,7 +107,7 @@ def test_a_run_is_recorded_and_its_report_returned(config: Config) -> None:
     assert again == report == json.loads((config.run_dir / files.REPORT_JSON).read_text())
 
 
-@pytest.mark.usefixtures("cluster")
+@pytest.mark.usefixtures("local_ray")
 def test_a_slow_actor_delays_nobody_and_none_of_its_spans_is_lost_or_written_twice(config: Config) -> None:
     slow, fast = source("slow"), source("fast")
     get(slow.set_delay.remote(5.0))
@@ -142,7 +128,7 @@ def test_a_slow_actor_delays_nobody_and_none_of_its_spans_is_lost_or_written_twi
     assert actors == ["fast"] * 3 + ["slow"] * 5
 
 
-@pytest.mark.usefixtures("cluster")
+@pytest.mark.usefixtures("local_ray")
 def test_a_dead_actor_is_counted_by_name_and_the_report_is_written(config: Config) -> None:
     dead, alive = source("dead"), source("alive")
     get(dead.counts.remote())
@@ -162,7 +148,7 @@ def test_a_dead_actor_is_counted_by_name_and_the_report_is_written(config: Confi
     assert any("dead" in problem for problem in report["problems"])
 
 
-@pytest.mark.usefixtures("cluster")
+@pytest.mark.usefixtures("local_ray")
 def test_tokens_of_a_restarted_worker_are_added_and_not_taken_back(config: Config) -> None:
     worker = source("rollout-worker-0")
     telemetry = make(config, {"rollout": worker})
@@ -178,7 +164,7 @@ def test_tokens_of_a_restarted_worker_are_added_and_not_taken_back(config: Confi
     ray.kill(telemetry)
 
 
-@pytest.mark.usefixtures("cluster")
+@pytest.mark.usefixtures("local_ray")
 def test_what_stops_the_watching_is_raised_to_whoever_logs_next(config: Config) -> None:
     class Broken:
         async def drain_spans(self) -> int:

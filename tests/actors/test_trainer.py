@@ -7,7 +7,6 @@ import gc
 import json
 import logging
 import queue
-import threading
 from collections.abc import Iterator
 from itertools import count, pairwise
 from logging.handlers import QueueHandler
@@ -41,6 +40,7 @@ from raypost.trainer.sft import SftExamples
 from raypost.trainer.train_batch import plan_batch
 from raypost.types import Group, RolloutState, SampleParams, Status
 from raypost.weights import verify, views
+from tests.actors.unreliable import Unreliable
 
 pytestmark = [pytest.mark.usefixtures("local_ray"), pytest.mark.timeout(300)]
 VOCAB = 24
@@ -92,6 +92,13 @@ def make_batch(step: int, num_groups: int = 4, size: int = 4, **changes: object)
 
 class Probe(TrainerWorker):
     """A rank that can also build engines of other configurations in its process."""
+
+    def setup(self, master_addr: str, master_port: int) -> dict[str, object]:
+        facts = super().setup(master_addr, master_port)
+        # ZeRO 3 collects garbage once an engine: most of its time, if it looks at a million objects of libraries.
+        gc.collect()
+        gc.freeze()
+        return facts
 
     def weights_after(
         self, config: Config, steps: int, resume: str = "", save_at: int = 0, folder: str = ""
@@ -183,12 +190,14 @@ class Probe(TrainerWorker):
         the tensors made for it hold each time it is lent."""
         from raypost.trainer.policy_rank import PolicyRank
 
-        others, left = bytes_of_tensors(), []
+        left = []
+        gc.collect()
+        gc.freeze()
         rank = PolicyRank(config, self._model_path, self._rank, self._config.train.num_workers)
         for step in range(1, steps + 2):
             rank.offload()
             rank.offload()
-            left.append(bytes_of_tensors() - others)
+            left.append(bytes_of_tensors())
             rank.reload()
             rank.reload()
             if step <= steps:
@@ -214,8 +223,8 @@ class Probe(TrainerWorker):
 
 
 def bytes_of_tensors() -> int:
-    """Of all tensors of this process that can be lent: not of copies of what is lent, which are bytes, and not of
-    files that are mapped, as weights on the CPU may be."""
+    """Of all tensors since the last `gc.freeze` that can be lent: not of copies of what is lent, which are bytes, and
+    not of files that are mapped, as weights on the CPU may be."""
     gc.collect()
     tensors = [one for one in gc.get_objects() if issubclass(type(one), torch.Tensor)]
     storages = [one.untyped_storage() for one in tensors if one.dtype != torch.uint8]
@@ -263,19 +272,27 @@ def make_group(model_path: str, config: Config, cls: type = Probe, *kind: str) -
 
 
 @pytest.fixture(scope="module")
-def solo(local_ray: None, model_path: str) -> Iterator[TrainerGroup]:
-    group = make_group(model_path, make_config())
-    asyncio.run(group.start())
-    yield group
-    asyncio.run(group.shutdown())
+def solo_and_pair(local_ray: None, model_path: str) -> Iterator[list[TrainerGroup]]:
+    """Started at once: most of it is imports, on one core each."""
+    configs = make_config(), make_config(num_workers=2, zero_stage=3)
+    groups = [make_group(model_path, config) for config in configs]
+
+    async def each(call: str) -> None:
+        await asyncio.gather(*(getattr(group, call)() for group in groups))
+
+    asyncio.run(each("start"))
+    yield groups
+    asyncio.run(each("shutdown"))
 
 
 @pytest.fixture(scope="module")
-def pair(local_ray: None, model_path: str) -> Iterator[TrainerGroup]:
-    group = make_group(model_path, make_config(num_workers=2, zero_stage=3))
-    asyncio.run(group.start())
-    yield group
-    asyncio.run(group.shutdown())
+def solo(solo_and_pair: list[TrainerGroup]) -> TrainerGroup:
+    return solo_and_pair[0]
+
+
+@pytest.fixture(scope="module")
+def pair(solo_and_pair: list[TrainerGroup]) -> TrainerGroup:
+    return solo_and_pair[1]
 
 
 @pytest.fixture
@@ -833,24 +850,6 @@ async def test_time_is_accounted_for_by_kind_and_actor(fresh, tmp_path):
         ("trainer-0", kind) for kind in ("train", "sync", "checkpoint")}  # fmt: skip
     assert all(span.end_s > span.start_s for span in spans)
     assert await fresh.drain_spans() == []
-
-
-class Unreliable:
-    """Step 1: rank 1 is broken and rank 0 waits for it. Step 2: rank 1 does not answer."""
-
-    def __init__(self, config: Config, model_path: str, rank: int) -> None:
-        self._rank = rank
-
-    def fit(self, packed: PackedGroups, step: int) -> dict[str, float]:
-        if (self._rank, step) == (1, 1):
-            raise CheckpointError("rank 1 is broken")
-        if self._rank == step - 1:
-            threading.Event().wait(2 if step == 1 else 20)
-        return {}
-
-    @ray.method(concurrency_group="control")
-    def close(self) -> None:
-        pass
 
 
 async def test_a_broken_rank_is_not_waited_for_and_a_late_one_is_named():

@@ -103,6 +103,13 @@ def assert_adds_up(report: dict[str, Any]) -> None:
     assert groups["lost"] == 0
 
 
+def assert_never_older(job: Job, max_staleness: int) -> None:
+    """No group was trained beyond the bound, and the report says so."""
+    ages = [age for record in job.steps() for age in record["staleness"]]
+    assert len(ages) == job.report()["groups"]["trained"] > 0
+    assert job.report()["staleness_max"] == max(ages) <= max_staleness
+
+
 def processes(role: str) -> set[int]:
     return {
         process.info["pid"]

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from jobs.private_cluster import PrivateCluster
-from tests.jobs.job import Job, assert_adds_up
+from tests.jobs.job import Job, assert_adds_up, assert_never_older
 
 pytestmark = pytest.mark.timeout(900)
 
@@ -26,9 +26,12 @@ def test_critic_reference_engine_two_pools_and_evaluation_beside_production(
         "rollout.pools=[{name: far}]",
         "eval.pool={name: exam}",
         "eval.interval=2",
+        "tasks.0.strategy.max_staleness=0",
+        "tasks.0.strategy.over_sample_threshold=1.0",
     )
     assert job.wait() == 0, job.output()
     assert_adds_up(job.report())
+    assert_never_older(job, 0)
     assert all(record["value_loss"] >= 0 for record in job.steps())
     # At the first step the policy is its reference.
     assert [record["reference_kl"] < 1e-5 for record in job.steps()] == [True, False, False, False, False]

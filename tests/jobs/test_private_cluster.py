@@ -10,6 +10,7 @@ import subprocess
 import sys
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import psutil
@@ -55,7 +56,15 @@ def test_driver_with_its_env_reaches_the_cluster_and_no_other(private_cluster: P
     assert found["raylet"] in private_cluster.pids
 
 
-def test_two_clusters_started_at_once_are_separate_and_leave_nothing() -> None:
+def assert_refused_without_the_token(cluster: PrivateCluster) -> None:
+    env = cluster.env() | {"RAY_AUTH_MODE": "disabled"}
+    code = f"from ray._raylet import GcsClient; GcsClient({cluster.address!r}).internal_kv_keys(b'', b'')"
+    done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, timeout=60)
+    assert done.returncode != 0
+    assert "auth" in done.stderr.lower()
+
+
+def test_two_clusters_started_at_once_are_separate_ask_for_their_token_and_leave_nothing() -> None:
     clusters = [PrivateCluster(num_cpus=count, object_store_memory=SMALL) for count in (1, 3)]
     threads = [threading.Thread(target=cluster.__enter__) for cluster in clusters]
     try:
@@ -67,23 +76,13 @@ def test_two_clusters_started_at_once_are_separate_and_leave_nothing() -> None:
         assert first.address != second.address
         assert not set(first.pids) & set(second.pids)
         assert [drive(cluster)["CPU"] for cluster in clusters] == [1.0, 3.0]
+        assert_refused_without_the_token(first)
         folders = [cluster.logs_dir.parents[2] for cluster in clusters]
     finally:
         for cluster in clusters:
             cluster.stop()
     assert [cluster.pids for cluster in clusters] == [[], []]
     assert not any(folder.exists() for folder in folders)
-
-
-def test_call_without_the_token_is_refused() -> None:
-    with PrivateCluster(num_cpus=1, object_store_memory=SMALL) as cluster:
-        env = cluster.env() | {"RAY_AUTH_MODE": "disabled"}
-        code = f"from ray._raylet import GcsClient; GcsClient({cluster.address!r}).internal_kv_keys(b'', b'')"
-        done = subprocess.run(
-            [sys.executable, "-c", code], env=env, capture_output=True, text=True, timeout=60
-        )
-        assert done.returncode != 0
-        assert "auth" in done.stderr.lower()
 
 
 def test_head_that_cannot_start_names_the_cause_and_leaves_nothing(tmp_path: Path) -> None:
@@ -114,19 +113,21 @@ def test_temp_dir_too_long_for_sockets_is_refused(tmp_path: Path) -> None:
     assert list(folder.iterdir()) == []
 
 
-@pytest.mark.parametrize("ending", [signal.SIGINT, signal.SIGKILL], ids=["interrupt", "kill"])
-def test_cluster_ends_with_its_owner(ending: signal.Signals) -> None:
-    owner, folder, pids = hold(str(ending))
-    owner.send_signal(ending)
-    ends(owner)
-    processes = [psutil.Process(pid) for pid in pids if psutil.pid_exists(pid)]
-    _, left = psutil.wait_procs(processes, timeout=15)
-    for process in left:
-        process.kill()
-    assert left == []
-    # After SIGKILL nobody is left to remove the folder.
-    assert folder.exists() == (ending == signal.SIGKILL)
-    shutil.rmtree(folder, ignore_errors=True)
+def test_cluster_ends_with_its_owner() -> None:
+    endings = signal.SIGINT, signal.SIGKILL
+    with ThreadPoolExecutor() as pool:
+        owners = list(pool.map(hold, map(str, endings)))
+    for ending, (owner, folder, pids) in zip(endings, owners, strict=True):
+        owner.send_signal(ending)
+        ends(owner)
+        processes = [psutil.Process(pid) for pid in pids if psutil.pid_exists(pid)]
+        _, left = psutil.wait_procs(processes, timeout=15)
+        for process in left:
+            process.kill()
+        assert left == [], ending
+        # After SIGKILL nobody is left to remove the folder.
+        assert folder.exists() == (ending == signal.SIGKILL)
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 @pytest.mark.parametrize("delay_s", [0.3, 1.5], ids=["at-once", "half-way"])

@@ -203,6 +203,17 @@ def test_commit_again_changes_nothing_and_a_step_can_be_written_anew(tmp_path):
         checkpoints.commit(5)
 
 
+def test_a_checkpoint_written_anew_is_there_before_the_old_one_is_removed(tmp_path):
+    checkpoints = make_dir(tmp_path, keep=1)
+    write(checkpoints, 4)
+    path = checkpoints.begin(4)
+    (path / "new").write_text("")
+    with patch.object(shutil, "rmtree", side_effect=OSError("killed here")), pytest.raises(OSError):
+        checkpoints.commit(4)
+    step, path = make_dir(tmp_path, keep=1).latest()
+    assert step == 4 and (path / "new").exists()
+
+
 @pytest.mark.parametrize("damage", ["flip", "truncate", "remove", "add", "manifest", "no manifest"])
 def test_damaged_checkpoint_is_refused_by_name(tmp_path, damage):
     checkpoints = make_dir(tmp_path)

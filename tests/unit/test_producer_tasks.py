@@ -226,6 +226,17 @@ def test_a_round_may_end_early_where_it_is_called_once_a_step() -> None:
     virtual(main())
 
 
+def test_a_round_that_ends_without_a_group_is_an_error_and_not_waited_for() -> None:
+    async def main() -> None:
+        world = World(task_config(), should_continue=lambda completed, target: False)
+        await world.producer.resume(0)
+        await world.producer.produce_batch(1)
+        with pytest.raises(ProductionError, match="round of step 1 ended without a group: should_continue"):
+            await world.producer.take_batch(1)
+
+    virtual(main())
+
+
 def test_a_round_that_may_end_early_is_refused_where_the_consumer_would_starve() -> None:
     async def main() -> None:
         world = World(task_config(), should_continue=lambda completed, target: False)

@@ -1,0 +1,28 @@
+"""Ranks that fail and hang by rule, of a module that imports no torch: their processes start in a moment."""
+
+from __future__ import annotations
+
+import threading
+
+import ray
+
+from raypost.config import Config
+from raypost.errors import CheckpointError
+
+
+class Unreliable:
+    """Step 1: rank 1 is broken and rank 0 waits for it. Step 2: rank 1 does not answer."""
+
+    def __init__(self, config: Config, model_path: str, rank: int) -> None:
+        self._rank = rank
+
+    def fit(self, packed: object, step: int) -> dict[str, float]:
+        if (self._rank, step) == (1, 1):
+            raise CheckpointError("rank 1 is broken")
+        if self._rank == step - 1:
+            threading.Event().wait(2 if step == 1 else 20)
+        return {}
+
+    @ray.method(concurrency_group="control")
+    def close(self) -> None:
+        pass

@@ -1,0 +1,159 @@
+"""The loops of all jobs on scripted roles, stopped at every single call that they make."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import ray
+
+from jobs import colocate, colocate_lowlevel, train
+from jobs.driver import Job
+from jobs.roles import Roles
+from raypost.checkpoint import CheckpointDir
+from raypost.config import Config, parse_config
+from raypost.protocols import TakeStatus
+from raypost.types import ProduceBatchStatus
+
+STEPS = 3
+
+
+def make_config(tmp_path: Path, placement: str) -> Config:
+    return parse_config({
+        "model": {"name": "tiny"}, "runs_dir": str(tmp_path), "placement": placement,
+        "tasks": [{"name": "sums", "source": {"kind": "reasoning_gym", "dataset": "chain_sum"}, "max_tokens": 8}],
+        "train": {"num_steps": STEPS, "batch_size": 1}, "checkpoint": {"interval": 0},
+        "eval": {"num_prompts": 1, "interval": 1},
+    })  # fmt: skip
+
+
+class Scene:
+    """Every role at once. Each call takes a turn of the event loop; a stop comes with the call number `stop_at`."""
+
+    def __init__(self, cfg: Config, folder: Path, stop_at: int | None, own_engines: bool = False) -> None:
+        self.cfg, self.stop, self.stop_at = cfg, asyncio.Event(), stop_at
+        self.colocated = cfg.placement == "colocate"
+        self.calls: list[str] = []
+        self.trained, self.engines_awake, self.ranks_awake = 0, True, True
+        handle = SimpleNamespace(**{
+            name: SimpleNamespace(remote=self._batch) for name in ("take_batch", "produce_batch")
+        } | {"run": SimpleNamespace(remote=asyncio.Event().wait)})  # fmt: skip
+        self.checkpoints = CheckpointDir(folder, 2, {})
+        quiet = SimpleNamespace(**dict.fromkeys(("phase", "workers", "evaluated", "step"), lambda *_: None))
+        self.roles = Roles(
+            cfg, self.stop, quiet, self.checkpoints, self, self, self, self if own_engines else None,
+            self, self, self, handle,
+        )  # type: ignore[arg-type]  # fmt: skip
+        self.critic = None
+
+    @asynccontextmanager
+    async def spawn(self, cfg: Config, stop: asyncio.Event) -> AsyncIterator[Roles]:
+        yield self.roles
+        await self.roles.evaluated()
+        if self.roles.production is not None:
+            self.roles.production.cancel()
+
+    async def _turn(self, name: str) -> None:
+        self.calls.append(name)
+        if len(self.calls) == self.stop_at:
+            self.stop.set()
+        await asyncio.sleep(0)
+
+    def __getattr__(self, name: str) -> Callable[..., Awaitable[Any]]:
+        if name.startswith("_"):
+            raise AttributeError(name)
+
+        async def call(*_: Any, **__: Any) -> Any:
+            await self._turn(name)
+
+        return call
+
+    def _batch(self, step: int) -> tuple[asyncio.Future[TakeStatus], str]:
+        async def take() -> TakeStatus:
+            await self._turn("take")
+            return TakeStatus(status=ProduceBatchStatus.NORMAL, step=step, num_groups=1)
+
+        return asyncio.ensure_future(take()), "batch"
+
+    async def fit(self, _: object, step: int) -> dict[str, float]:
+        assert self.ranks_awake and step == self.trained + 1
+        self.trained = step
+        await self._turn("fit")
+        return {}
+
+    async def train(self, *_: object, step: int) -> dict[str, float]:
+        return await self.fit(None, step)
+
+    async def resume(self, version: int) -> None:
+        assert not (self.colocated and self.ranks_awake), "ranks are on the device"
+        self.engines_awake = True
+        await self._turn("resume")
+
+    async def sleep(self, keep_weights: bool) -> None:
+        self.engines_awake = False
+        await self._turn("sleep")
+
+    async def reload(self) -> None:
+        assert not self.engines_awake, "engines are on the device"
+        self.ranks_awake = True
+        await self._turn("reload")
+
+    async def offload(self) -> None:
+        self.ranks_awake = False
+        await self._turn("offload")
+
+    async def broadcast(self, version: int) -> SimpleNamespace:
+        if self.colocated and self.ranks_awake:
+            await self.offload()
+        await self._turn("broadcast")
+        return SimpleNamespace(seconds=0.0)
+
+    async def save(self, folder: object, *_: object) -> None:
+        assert self.ranks_awake
+        await self._turn("save")
+
+    async def evaluate(self, step: int) -> dict[str, float]:
+        assert not (self.colocated and self.ranks_awake), "ranks are on the device"
+        for _ in range(9):
+            await self._turn("evaluate")
+        return {"held_out": 0.5}
+
+
+@pytest.mark.parametrize(
+    ("module", "job", "own_engines"),
+    [
+        (train, train.train, False),
+        (train, train.train, True),
+        (colocate, colocate.colocate, False),
+        (colocate_lowlevel, colocate_lowlevel.colocate, False),
+    ],
+)
+def test_whenever_a_job_is_stopped_its_last_step_is_saved(
+    module: Any, job: Job, own_engines: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cfg = make_config(tmp_path, "separate" if module is train else "colocate")
+    monkeypatch.setattr(ray, "cancel", lambda ref: ref.cancel())
+
+    def run(name: str, stop_at: int | None) -> Scene:
+        async def main() -> Scene:
+            scene = Scene(cfg, tmp_path / name, stop_at, own_engines)
+            monkeypatch.setattr(module, "spawn", scene.spawn)
+            await asyncio.wait_for(job(cfg, scene.stop), 20)
+            return scene
+
+        return asyncio.run(main())
+
+    whole = run("whole", None)
+    assert whole.trained == STEPS and whole.calls.count("evaluate") == 9 * (STEPS + 1)
+    trained = []
+    for number in range(1, len(whole.calls) + 1):
+        stopped = run(f"at-{number}", number)
+        saved = stopped.checkpoints.latest()
+        assert stopped.trained == (0 if saved is None else saved[0]), (number, stopped.calls)
+        trained.append(stopped.trained)
+    assert trained == sorted(trained) and (trained[0], trained[-1]) == (0, STEPS)
