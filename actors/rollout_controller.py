@@ -314,7 +314,8 @@ class RolloutController(CallBatches):
                 await self._bring_back(worker)
                 log.warning("%s serves version %s again", worker.name, self._version)
                 return
-            except (*ACTOR_ERRORS, RaypostError) as error:
+            # Whatever keeps it away: an error that ended this task would leave the pool waiting for it.
+            except Exception as error:
                 log.warning(
                     "%s did not come back (try %d of %d): %s", worker.name, attempt, RECOVERY_TRIES, error
                 )

@@ -29,6 +29,10 @@ for pinned in ("RAY_ADDRESS", "RAY_API_SERVER_ADDRESS"):
 settings.register_profile("raypost", deadline=None)
 settings.load_profile("raypost")
 
+EQUAL_TERMS = {"RAY_worker_niceness": "0"}
+"""By itself Ray makes its workers give way to everything else: on a busy machine they get next to no time."""
+os.environ |= EQUAL_TERMS
+
 LOCAL_CPUS = 8
 """Logical: what tests may reserve, not what the machine has."""
 GONE_TIMEOUT_S = 10.0
@@ -49,6 +53,7 @@ def private_cluster() -> Iterator[PrivateCluster]:
         resources={"rollout": LOCAL_CPUS, "trainer": LOCAL_CPUS},
         object_store_memory=256 * 1024**2,
         auth=False,
+        extra_env=EQUAL_TERMS,
     )
     with cluster:
         yield cluster
