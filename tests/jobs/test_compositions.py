@@ -33,12 +33,9 @@ def test_critic_reference_engine_two_pools_and_evaluation_beside_production(
     assert_adds_up(job.report())
     assert_never_older(job, 0)
     assert all(record["value_loss"] >= 0 for record in job.steps())
-    # The policy is its reference until a step moves it: one whose rewards are all 0 does not.
-    digests = [sync["digest"] for sync in job.syncs()]
-    assert len(digests) == 6
-    for record, digest in zip(job.steps(), digests, strict=False):
-        # What is absent is 0. A step moves the policy by some 1e-6 nats, rounding by some 1e-12.
-        assert (record.get("reference_kl", 0.0) < 1e-9) == (digest == digests[0]), record
+    # At the first step the policy is its reference, but for rounding; five steps move it away.
+    divergence = [record.get("reference_kl", 0.0) for record in job.steps()]
+    assert divergence[0] < 1e-9 and divergence[-1] > 1e-7, divergence
     assert {sync["num_workers"] for sync in job.syncs()} == {2}
     evaluated = [event["step"] for event in job.events("eval")]
     assert evaluated == [0, 2, 4, 5]
