@@ -11,13 +11,12 @@ import functools
 from actors.remote import ACTOR_ERRORS, CallBatches, RemotePool
 from raypost.agent_loop.environment import EnvironmentAgentLoop
 from raypost.agent_loop.single_turn import SingleTurnAgentLoop
-from raypost.config import Config, RolloutConfig
-from raypost.imports import load_function
+from raypost.config import Config, RolloutConfig, TaskConfig
+from raypost.config.imports import load_function
+from raypost.data.tokenizer import Tokenizer
 from raypost.packed import PackedGroups, pack_groups, unpack_groups
 from raypost.pause import PauseDeadlines
 from raypost.protocols import Generator, Judge
-from raypost.task_config import TaskConfig
-from raypost.tokenizer import Tokenizer
 from raypost.types import Group
 
 MANY = {"run": 8, "generate": 64, "judge": 8}

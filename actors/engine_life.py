@@ -17,7 +17,7 @@ import time
 from collections.abc import Awaitable, Callable
 from typing import Any, Generic, NoReturn, Protocol, TypeVar
 
-from raypost.engine_config import QUIET, EngineConfig
+from raypost.config.engine import QUIET, EngineConfig
 
 
 class AnyEngine(Protocol):

@@ -1,8 +1,9 @@
 """Evaluator: scores one version of the weights on held-out problems.
 
 Owns the held-out problems, when the pool is open for them, and the proof that what is scored came from the version
-asked for; the statistics are in raypost/evaluate.py. The pool and the agent loop are handed in. They are production's
-own, which must then be paused, or those of evaluation alone, beside which production goes on: nothing here differs.
+asked for; the statistics are in raypost/report/evaluate.py. The pool and the agent loop are handed in. They are
+production's own, which must then be paused, or those of evaluation alone, beside which production goes on:
+nothing here differs.
 
 Invariants: the pool serves the evaluator during `evaluate` only, and is paused again whatever happens; a score is of
 one version, or there is none; one evaluation at a time.
@@ -14,14 +15,13 @@ import asyncio
 import copy
 from collections import defaultdict
 
-from raypost.config import Config
-from raypost.datasets import held_out, render
+from raypost.config import Config, TaskConfig
+from raypost.data.prompts import held_out, render
+from raypost.data.tokenizer import Tokenizer
 from raypost.errors import RaypostError, StaleWeightsError, WaitTimeoutError
-from raypost.evaluate import Rewards, scores
 from raypost.metrics import EVAL_TOKENS_MEAN, EVALUATE, SpanLog
 from raypost.protocols import AgentLoop, RolloutControl
-from raypost.task_config import TaskConfig
-from raypost.tokenizer import Tokenizer
+from raypost.report.evaluate import Rewards, scores
 from raypost.types import (
     EVALUATION_PRIORITY,
     NO_VERSION,
@@ -81,7 +81,7 @@ class Evaluator:
         return groups
 
     async def evaluate(self, version: int) -> dict[str, float]:
-        """Score the pool, which holds `version` and is paused: what `raypost.evaluate.scores` gives, and
+        """Score the pool, which holds `version` and is paused: what `raypost.report.evaluate.scores` gives, and
         `eval_tokens_mean`.
 
         Raises StaleWeightsError if a token came from another version, WaitTimeoutError naming the groups that are

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from actors.remote import CallBatches
+from raypost.config import TaskConfig
 from raypost.judges import RewardModel, build_judge
-from raypost.task_config import TaskConfig
 from raypost.types import RolloutState
 
 

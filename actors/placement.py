@@ -1,7 +1,7 @@
 """Turning plain classes into actors, and waiting for their resources out loud.
 
 Owns names, lifetimes and the wait for resources. Every actor belongs to the job that spawned it: none is
-detached, so the driver's end is theirs. What a role needs comes from raypost.plan.bundles, the same numbers
+detached, so the driver's end is theirs. What a role needs comes from raypost.plan.plan.bundles, the same numbers
 that `raypost plan` prints.
 """
 
@@ -89,5 +89,5 @@ async def reserve(bundles: list[dict[str, float]], name: str, timeout_s: float) 
 
 
 def cluster_nodes() -> list[dict[str, float]]:
-    """Resources of every live node, for raypost.plan."""
+    """Resources of every live node, for raypost.plan.plan."""
     return [dict(node["Resources"]) for node in ray.nodes() if node["Alive"]]

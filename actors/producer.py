@@ -1,4 +1,4 @@
-"""ProducerActor: hosts raypost.producer with its samplers and the ledger, and talks to the other roles.
+"""ProducerActor: hosts raypost.production.producer with its samplers and the ledger, and talks to the other roles.
 
 `take_batch` has two returns: a small status the driver reads, and the batch, whose ref the driver passes
 on unopened. `save` and `load` write and read the checkpoint here, so that nothing large passes the driver.
@@ -16,16 +16,16 @@ import ray
 from actors.remote import ACTOR_ERRORS
 from raypost.checkpoint import CheckpointDir
 from raypost.config import Config, PauseMode
-from raypost.datasets import build_source, render
-from raypost.imports import load_function
-from raypost.ledger import LEDGER_FILE, Ledger
+from raypost.config.imports import load_function
+from raypost.data.prompts import build_source, render
+from raypost.data.sampler import Sampler
+from raypost.data.tokenizer import Tokenizer
+from raypost.ledger.ledger import LEDGER_FILE, Ledger
 from raypost.metrics import SpanLog
 from raypost.packed import PackedGroups
-from raypost.producer import Producer, TaskRuntime
+from raypost.production.producer import Producer, TaskRuntime
+from raypost.production.strategy import build_strategy
 from raypost.protocols import AgentLoop, Buffer, RolloutControl, TakeStatus
-from raypost.sampler import Sampler
-from raypost.strategy import build_strategy
-from raypost.tokenizer import Tokenizer
 from raypost.types import GroupCounts, Span
 
 log = logging.getLogger(__name__)

@@ -25,8 +25,7 @@ from ray.util.metrics import Counter, Gauge
 
 from raypost import metrics
 from raypost.config import Config
-from raypost.report import RunStatus, RunWriter
-from raypost.report.writer import SyncFigures
+from raypost.report.writer import RunStatus, RunWriter, SyncFigures
 from raypost.types import GroupCounts, Span, WorkerStats
 
 log = logging.getLogger(__name__)

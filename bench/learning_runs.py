@@ -22,11 +22,11 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from raypost.config import Config, load_config
-from raypost.datasets import Prompt, build_source, held_out, render
+from raypost.data.prompts import Prompt, build_source, held_out, render
+from raypost.data.sampler import Sampler
+from raypost.data.tokenizer import Tokenizer
 from raypost.judges.rules import RuleJudge, build_judge
-from raypost.models import resolve_model
-from raypost.sampler import Sampler
-from raypost.tokenizer import Tokenizer
+from raypost.models.resolve import resolve_model
 from raypost.types import RolloutState, SampleParams
 
 if TYPE_CHECKING:

@@ -44,13 +44,13 @@ from actors.placement import spawn
 from actors.producer import ProducerActor
 from actors.remote import Remote, RemotePool
 from actors.replay_buffer import ReplayBufferActor
-from actors.rollout_controller import RolloutController
-from actors.rollout_worker import EngineConfig, RolloutWorker
+from actors.rollout.controller import RolloutController
+from actors.rollout.worker import EngineConfig, RolloutWorker
 from raypost.config import Config, parse_config
 from raypost.packed import PackedGroups, join_groups, pack_groups
-from raypost.schedule import buffer_bounds, task_limits
+from raypost.plan.schedule import buffer_bounds, task_limits
 from raypost.types import GenerateRequest, GenerateResult, Group, RolloutState, SampleParams
-from raypost.weights import Bytes, Manifest, pack
+from raypost.weights.manifest import Bytes, Manifest, pack
 
 TASK, VOCABULARY = "sums", ["<eos>", " ", "+", "=", "?", *map(str, range(10))]
 PROMPTS = 50_000

@@ -32,8 +32,8 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from raypost.config import parse_config
 from raypost.packed import PackedGroups, pack_groups
-from raypost.trainer.packing import PackingRule, micro_batches
-from raypost.trainer.train_batch import Sample, plan_batch
+from raypost.trainer.batch.packing import PackingRule, micro_batches
+from raypost.trainer.batch.train_batch import Sample, plan_batch
 from raypost.types import Group, RolloutState, SampleParams, Status
 
 Step = Callable[[int], Any]
@@ -229,7 +229,7 @@ def compare(args: argparse.Namespace, lognormal: bool) -> None:
 
 def head_peak(args: argparse.Namespace, max_bytes: int, pipe: Any) -> None:
     """Peak memory and time of the head's forward and backward pass, in a process of its own."""
-    from raypost.trainer.head import ChunkedHead, LogitRule, Sampling
+    from raypost.trainer.model.head import ChunkedHead, LogitRule, Sampling
 
     torch.set_num_threads(args.threads)
     head = torch.nn.Linear(args.hidden, args.vocab, bias=False)

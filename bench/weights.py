@@ -23,10 +23,9 @@ import torch
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from actors.rollout_worker import EngineConfig, RolloutWorker
-from raypost.train_config import LoraConfig
-from raypost.trainer.checkpoint_names import named_weights
-from raypost.trainer.lora import (
+from actors.rollout.worker import EngineConfig, RolloutWorker
+from raypost.config import LoraConfig
+from raypost.trainer.model.lora import (
     Weight,
     adapter_factors,
     adapter_scales,
@@ -34,7 +33,8 @@ from raypost.trainer.lora import (
     base_weights,
     merged_weights,
 )
-from raypost.weights import Bytes, Manifest, pack, pack_adapters
+from raypost.weights.manifest import Bytes, Manifest, pack, pack_adapters
+from raypost.weights.names import named_weights
 
 BUCKET_BYTES = 256 << 20
 

@@ -21,9 +21,9 @@ import ray
 from ray.exceptions import RayError
 
 from actors.placement import cluster_nodes
-from raypost import plan
 from raypost.config import Config, load_config
 from raypost.errors import ConfigError, ProductionError, RaypostError, StoppedError
+from raypost.plan import plan
 
 T = TypeVar("T")
 Job = Callable[[Config, asyncio.Event], Awaitable[None]]

@@ -28,22 +28,22 @@ import ray
 from rich.console import Console
 
 from actors.evaluator import Evaluator
-from actors.folder_weights import FolderWeights
 from actors.placement import cluster_nodes
 from actors.remote import Remote, within
-from actors.weight_broadcaster import SyncReport, WeightBroadcaster
-from jobs.cast import CALL_TIMEOUT_S, Cast
+from actors.training.broadcaster import SyncReport, WeightBroadcaster
+from actors.training.folder_weights import FolderWeights
 from jobs.driver import EXIT_REFUSED, connect, overrides_of, run_job
+from jobs.launch import CALL_TIMEOUT_S, Cast
 from jobs.wiring import PRODUCTION, prepared
-from raypost import plan
 from raypost.checkpoint import HF, verify_files
-from raypost.checks import model_problems, source_problems
 from raypost.config import Config, load_config
-from raypost.display import scores_table
 from raypost.errors import ClusterError, ConfigError, RaypostError, StoppedError
+from raypost.plan import plan
+from raypost.plan.checks import model_problems, source_problems
+from raypost.plan.resources import describe, place
+from raypost.report.display import scores_table
 from raypost.report.files import write_json
 from raypost.report.summary import package_versions, recipe_digest
-from raypost.resources import describe, place
 
 WIDTH = 120
 """Columns of the table where there is no terminal to ask."""

@@ -16,12 +16,12 @@ import ray
 from ray.actor import ActorHandle
 
 from actors.remote import Remote, within
-from actors.trainer import TrainerGroup
+from actors.training.group import TrainerGroup
 from raypost.checkpoint import HF, HF_AVERAGE, CheckpointDir
 from raypost.config import Config
-from raypost.display import Progress
 from raypost.metrics import HELD_OUT
 from raypost.protocols import TakeStatus
+from raypost.report.display import Progress
 from raypost.types import GroupCounts, ProduceBatchStatus
 
 log = logging.getLogger(__name__)

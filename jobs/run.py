@@ -34,7 +34,7 @@ import psutil
 from jobs.private_cluster import PrivateCluster
 from raypost.config import Config, load_config
 from raypost.errors import RaypostError, WaitTimeoutError
-from raypost.plan import ClusterResources, bundles, check
+from raypost.plan.plan import ClusterResources, bundles, check
 
 if TYPE_CHECKING:
     from ray.job_submission import JobDetails, JobSubmissionClient

@@ -23,20 +23,20 @@ from actors.producer import ProducerActor
 from actors.remote import Remote, RemotePool, within
 from actors.replay_buffer import ReplayBufferActor
 from actors.telemetry import Telemetry
-from actors.trainer import TrainerGroup
-from actors.weight_broadcaster import WeightBroadcaster
-from jobs.cast import CALL_TIMEOUT_S, Cast
+from actors.training.broadcaster import WeightBroadcaster
+from actors.training.group import TrainerGroup
+from jobs.launch import CALL_TIMEOUT_S, Cast
 from jobs.roles import Roles
-from raypost import plan
 from raypost.checkpoint import CheckpointDir
 from raypost.config import Config, ModelConfig
-from raypost.datasets import check_source, render
-from raypost.display import Progress
+from raypost.data.prompts import check_source, render
+from raypost.data.tokenizer import Tokenizer
 from raypost.errors import StoppedError
 from raypost.judges.reward_model import check_reward_model
-from raypost.models import resolve_model
-from raypost.schedule import buffer_bounds, task_limits
-from raypost.tokenizer import Tokenizer
+from raypost.models.resolve import resolve_model
+from raypost.plan import plan
+from raypost.plan.schedule import buffer_bounds, task_limits
+from raypost.report.display import Progress
 from raypost.types import IntArray
 
 PRODUCTION, EVALUATION = "rollout-controller", "evaluation-controller"

@@ -26,8 +26,8 @@ from rich.table import Table
 
 from raypost.config import Config, load_config
 from raypost.errors import ConfigError, RaypostError
-from raypost.formatting import length_bias
-from raypost.resources import ClusterResources
+from raypost.plan.resources import ClusterResources
+from raypost.report.formatting import length_bias
 
 app = typer.Typer(no_args_is_help=True, pretty_exceptions_enable=False, add_completion=False)
 
@@ -132,7 +132,7 @@ def status(run_dir: RunDir) -> None:
 def report(run_dir: RunDir) -> None:
     """Make report.json and report.html again from what the run wrote."""
     with _refusals():
-        from raypost.report import rebuild
+        from raypost.report.writer import rebuild
 
         _require_run(run_dir)
         figures = rebuild(run_dir)
@@ -148,9 +148,9 @@ def explain(
     as_json: Annotated[bool, typer.Option("--json", help="print plain data instead of text")] = False,
 ) -> None:
     """Tell what became of a group, or where all groups of a run are; also while the run goes on."""
-    from raypost.explain import find_run, group_life
-    from raypost.explain_view import life_text, summary_text
-    from raypost.tally import run_summary
+    from raypost.ledger.explain import find_run, group_life
+    from raypost.ledger.tally import run_summary
+    from raypost.report.explain_view import life_text, summary_text
 
     with _refusals():
         folder = find_run(run)
@@ -215,7 +215,7 @@ def _node(text: str) -> dict[str, float]:
 
 def _show_plan(config: Config, cluster: ClusterResources | None) -> None:
     # Imported here: it loads tokenizers and templates, which `status` and `--help` do without.
-    from raypost.plan import check
+    from raypost.plan.plan import check
 
     found = check(config, cluster=cluster)
     console = _console()

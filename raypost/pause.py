@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from raypost.config import PauseMode
+from raypost.config.run import PauseMode
 
 _GENTLEST_FIRST: tuple[PauseMode, ...] = ("wait", "keep", "abort")
 

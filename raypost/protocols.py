@@ -22,7 +22,7 @@ from raypost.types import (
     Status,
     WeightReport,
 )
-from raypost.weights import Manifest
+from raypost.weights.manifest import Manifest
 
 
 class Generator(Protocol):

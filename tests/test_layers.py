@@ -20,7 +20,7 @@ VIOLATIONS = [
     ("library-without-ray", "raypost/types.py", "def late():\n    from vllm import LLM"),
     ("deepspeed-in-one-file", "raypost/types.py", "import deepspeed"),
     ("deepspeed-in-one-file", "actors/remote.py", "from deepspeed.runtime import engine"),
-    ("independent-actors", "actors/judge.py", "import actors.rollout_controller"),
+    ("independent-actors", "actors/judge.py", "import actors.rollout.controller"),
     ("library-order", "raypost/types.py", "from raypost.config import Config"),
 ]
 

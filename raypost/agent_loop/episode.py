@@ -14,7 +14,7 @@ from collections.abc import Awaitable
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from raypost.threads import SideThread
+from raypost.agent_loop.threads import SideThread
 from raypost.types import IntArray
 
 log = logging.getLogger(__name__)

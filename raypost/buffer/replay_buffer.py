@@ -27,7 +27,7 @@ from raypost.buffer.packed_forms import equal_plain, from_plain, to_plain
 from raypost.buffer.shelves import Held, Shelves
 from raypost.buffer.tables import Change, put_change
 from raypost.errors import CheckpointError, LedgerError
-from raypost.ledger import OrdinalSet
+from raypost.ledger.ledger import OrdinalSet
 from raypost.packed import PackedGroups, group_statuses, has_status, join_groups, split_groups
 from raypost.protocols import BufferBounds, BufferCounts, ExpiredGroup, Lease, PutResult, TaskLimits
 from raypost.types import GroupKey, Status

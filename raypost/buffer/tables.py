@@ -22,7 +22,7 @@ from dataclasses import dataclass, field
 from itertools import groupby
 from typing import Any, NamedTuple
 
-from raypost.ledger import OrdinalSet
+from raypost.ledger.ledger import OrdinalSet
 from raypost.types import GroupKey, Status
 
 Change = dict[str, Any]

@@ -15,16 +15,15 @@ from raypost.agent_loop.environment import Environment, EnvironmentAgentLoop
 from raypost.collector.collector import Collector
 from raypost.collector.gated_generator import GatedGenerator
 from raypost.collector.options import PAUSE_TIMEOUT_S, CollectorOptions
-from raypost.config import PauseMode
-from raypost.datasets import Prompt, build_source, render
+from raypost.config import PauseMode, StrategyConfig, TaskConfig
+from raypost.config.imports import load_function
+from raypost.data.prompts import Prompt, build_source, render
+from raypost.data.sampler import Sampler, Source, Stream
+from raypost.data.tokenizer import Tokenizer
 from raypost.errors import ConfigError
-from raypost.imports import load_function
-from raypost.producer import TaskRuntime
+from raypost.production.producer import TaskRuntime
+from raypost.production.strategy import AsyncProduceStrategy, build_strategy
 from raypost.protocols import AgentLoop, Generator
-from raypost.sampler import Sampler, Source, Stream
-from raypost.strategy import AsyncProduceStrategy, build_strategy
-from raypost.task_config import StrategyConfig, TaskConfig
-from raypost.tokenizer import Tokenizer
 
 CLOCKLESS = {"enable_partial_rollout", "drop_uniform_rewards", "is_valid"}
 """Fields of a strategy that mean the same without train steps."""

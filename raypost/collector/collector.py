@@ -18,16 +18,16 @@ from collections.abc import AsyncIterator, Iterator, Sequence
 from concurrent.futures import Future
 from typing import Any, Unpack
 
+from raypost.agent_loop.threads import LoopThread, SideThread
 from raypost.agent_loop.turns import Turn, turns_of
 from raypost.buffer.replay_buffer import ReplayBuffer
 from raypost.collector.dialog_turn import DialogTurn, PolicyVersion
 from raypost.collector.options import PAUSE_TIMEOUT_S, CollectorOptions, check_options
 from raypost.errors import ConfigError, ProductionError
-from raypost.ledger import Ledger
+from raypost.ledger.ledger import Ledger
 from raypost.packed import unpack_groups
-from raypost.producer import Producer, TaskRuntime
+from raypost.production.producer import Producer, TaskRuntime
 from raypost.protocols import RolloutControl
-from raypost.threads import LoopThread, SideThread
 from raypost.types import GroupCounts, RolloutState
 
 Item = DialogTurn | RolloutState

@@ -10,7 +10,7 @@ from typing import Any, Literal, TypedDict
 
 from raypost.config import PauseMode
 from raypost.errors import ConfigError
-from raypost.ledger import Ledger
+from raypost.ledger.ledger import Ledger
 
 PAUSE_TIMEOUT_S = 60.0
 """`pause_timeout_s` unless given."""

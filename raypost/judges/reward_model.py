@@ -20,11 +20,10 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from raypost.config import RewardModelConfig
-from raypost.datasets.prompt import fill
+from raypost.config import RewardModelConfig, TaskConfig
+from raypost.data.prompt import fill
+from raypost.data.tokenizer import Tokenizer
 from raypost.errors import ConfigError, JudgeError, RaypostError
-from raypost.task_config import TaskConfig
-from raypost.tokenizer import Tokenizer
 from raypost.types import IntArray, RolloutState
 
 _KIND = "ForSequenceClassification"

@@ -13,11 +13,11 @@ import re
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from raypost.datasets import gym_dataset
+from raypost.config import JudgeConfig, TaskConfig
+from raypost.data.prompts import gym_dataset
 from raypost.errors import ConfigError, JudgeError
 from raypost.judges.reward_model import RewardModel, RewardModelJudge
 from raypost.protocols import Judge
-from raypost.task_config import JudgeConfig, TaskConfig
 from raypost.types import RolloutState
 
 Scorer = Callable[[str, dict[str, Any]], float]

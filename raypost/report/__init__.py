@@ -1,5 +1,1 @@
-"""The run folder: what is written while a run goes on, and the report made of it."""
-
-from raypost.report.writer import RunStatus, RunWriter, rebuild
-
-__all__ = ["RunStatus", "RunWriter", "rebuild"]
+"""The report: the run folder's files, the figures made of them, and how both are shown."""

@@ -15,7 +15,7 @@ from typing import IO, Any
 
 import numpy as np
 
-from raypost.journal import remove_torn_line
+from raypost.ledger.journal import remove_torn_line
 
 CONFIG = "config.yaml"
 METRICS = "metrics.jsonl"

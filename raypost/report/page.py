@@ -11,7 +11,7 @@ from typing import Any
 import yaml
 
 from raypost import metrics
-from raypost.formatting import (
+from raypost.report.formatting import (
     MISSING,
     change,
     count,

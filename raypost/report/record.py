@@ -16,10 +16,10 @@ import numpy as np
 import yaml
 from numpy.typing import NDArray
 
-from raypost.ledger import LEDGER_FILE
+from raypost.ledger.ledger import LEDGER_FILE
+from raypost.ledger.tally import RunSummary, run_summary
 from raypost.metrics import HELD_OUT, STALENESS, SpanTable, bounds, finite_floats, union
 from raypost.report import files
-from raypost.tally import RunSummary, run_summary
 
 Column = NDArray[np.float64]
 

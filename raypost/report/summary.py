@@ -15,8 +15,9 @@ from typing import Any
 
 import numpy as np
 
-from raypost import __version__, formatting, metrics
+from raypost import __version__, metrics
 from raypost.config import Config
+from raypost.report import formatting
 from raypost.report.record import Column, RunRecord
 from raypost.types import GroupCounts
 

@@ -8,9 +8,9 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
 from raypost import metrics
-from raypost.formatting import percent
 from raypost.metrics import EVALUATE, PAUSE, ROLLOUT, SYNC, TRAIN, Intervals_N2, any_busy, intersect, union
 from raypost.report.colours import GREY, INK, KIND_COLOURS, LIGHT, PALE
+from raypost.report.formatting import percent
 from raypost.report.record import RunRecord
 
 STEPS_IN_ZOOM = 24

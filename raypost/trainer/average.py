@@ -26,7 +26,7 @@ from torch import Tensor
 
 from raypost.errors import CheckpointError
 from raypost.trainer.engine import Engine
-from raypost.trainer.lora import MergedWeight
+from raypost.trainer.model.lora import MergedWeight
 
 FILE = "average.safetensors"
 """In a checkpoint: every trained weight's average, whole and in float32, whatever the ranks and the ZeRO stage."""

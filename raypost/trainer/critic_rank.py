@@ -15,15 +15,15 @@ from torch import Tensor
 from raypost.config import Config
 from raypost.errors import CheckpointError
 from raypost.packed import PackedGroups
+from raypost.trainer.algorithm.losses import value_loss
+from raypost.trainer.algorithm.step_sums import ValueSums
+from raypost.trainer.algorithm.token_advantages import TokenAdvantages, TokenValues
+from raypost.trainer.batch.packing import MicroBatch, packing_rule
+from raypost.trainer.batch.train_batch import Sample
 from raypost.trainer.engine import Engine
-from raypost.trainer.losses import value_loss
-from raypost.trainer.packing import MicroBatch, packing_rule
-from raypost.trainer.policy import Critic, load_model, pair_cost
+from raypost.trainer.model.policy import Critic, load_model, pair_cost
+from raypost.trainer.model.self_check import check_packing
 from raypost.trainer.rank import Part, Rank, batch_metrics, begin
-from raypost.trainer.self_check import check_packing
-from raypost.trainer.step_sums import ValueSums
-from raypost.trainer.token_advantages import TokenAdvantages, TokenValues
-from raypost.trainer.train_batch import Sample
 
 
 class CriticRank(Rank):

@@ -35,9 +35,9 @@ from torch import Tensor, nn
 
 from raypost.config import Config
 from raypost.errors import CheckpointError
-from raypost.trainer.lora import Weight
+from raypost.trainer.model.lora import Weight
 from raypost.trainer.offload import tensors_of
-from raypost.weights import Bytes
+from raypost.weights.manifest import Bytes
 
 _DAMAGE = (OSError, EOFError, ValueError, RuntimeError, KeyError, AssertionError, pickle.UnpicklingError)
 """What reading a damaged checkpoint, or one of another model, raises somewhere below."""

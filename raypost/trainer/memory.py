@@ -11,8 +11,8 @@ from contextlib import contextmanager
 import torch
 
 from raypost.errors import BatchMemoryError
-from raypost.trainer.packing import MicroBatch
-from raypost.trainer.train_batch import Sample
+from raypost.trainer.batch.packing import MicroBatch
+from raypost.trainer.batch.train_batch import Sample
 
 _NAMED = 16
 """Groups that a line names at most."""

@@ -21,16 +21,25 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from raypost.algorithm_config import LOSSES
-from raypost.config import Config
+from raypost.config import LOSSES, Config
+from raypost.data.tokenizer import Tokenizer
 from raypost.packed import PackedGroups
-from raypost.tokenizer import Tokenizer
+from raypost.trainer.algorithm.corrections import correct, proximal_logprobs
+from raypost.trainer.algorithm.losses import LossTokens, load_policy_loss, policy_objective, sft_loss
+from raypost.trainer.algorithm.step_sums import StepSums
+from raypost.trainer.algorithm.token_advantages import (
+    TokenAdvantages,
+    TokenValues,
+    token_advantages,
+    with_advantage,
+)
 from raypost.trainer.average import WeightAverage
-from raypost.trainer.checkpoint_names import CheckpointNames, named_weights
-from raypost.trainer.corrections import correct, proximal_logprobs
+from raypost.trainer.batch.packing import MicroBatch, packing_rule
+from raypost.trainer.batch.sft import SftExamples
+from raypost.trainer.batch.train_batch import Column
 from raypost.trainer.engine import Engine, Frozen
-from raypost.trainer.head import Sampling
-from raypost.trainer.lora import (
+from raypost.trainer.model.head import Sampling
+from raypost.trainer.model.lora import (
     MergedWeight,
     Weight,
     adapter_factors,
@@ -40,22 +49,12 @@ from raypost.trainer.lora import (
     merged_weights,
     without_adapters,
 )
-from raypost.trainer.losses import LossTokens, load_policy_loss, policy_objective, sft_loss
-from raypost.trainer.packing import MicroBatch, packing_rule
-from raypost.trainer.policy import DTYPES, Policy, load_model, pair_cost, save_model
+from raypost.trainer.model.policy import DTYPES, Policy, load_model, pair_cost, save_model
+from raypost.trainer.model.self_check import check_head, check_packing
 from raypost.trainer.rank import Beside, Part, Rank, batch_metrics, begin
-from raypost.trainer.self_check import check_head, check_packing
-from raypost.trainer.sft import SftExamples
-from raypost.trainer.step_sums import StepSums
-from raypost.trainer.token_advantages import (
-    TokenAdvantages,
-    TokenValues,
-    token_advantages,
-    with_advantage,
-)
-from raypost.trainer.train_batch import Column
 from raypost.types import FloatArray, IntArray
-from raypost.weights import Bytes
+from raypost.weights.manifest import Bytes
+from raypost.weights.names import CheckpointNames, named_weights
 
 
 @dataclass(frozen=True, slots=True)

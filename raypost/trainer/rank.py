@@ -23,18 +23,17 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from raypost.config import Config
+from raypost.config import Config, TrainConfig
 from raypost.errors import LedgerError
 from raypost.metrics import REWARD_MEAN
 from raypost.packed import PackedGroups
-from raypost.train_config import TrainConfig
+from raypost.trainer.algorithm.losses import sequence_scales
+from raypost.trainer.batch.packing import MicroBatch, PackingRule, micro_batches
+from raypost.trainer.batch.train_batch import Column, Limits, Sample, TrainBatch, plan_batch
 from raypost.trainer.engine import Engine, start_process_group
-from raypost.trainer.losses import sequence_scales
 from raypost.trainer.memory import first_of, group_names, memory_named
 from raypost.trainer.offload import HostStates
-from raypost.trainer.packing import MicroBatch, PackingRule, micro_batches
 from raypost.trainer.random_state import load_random_state, save_random_state
-from raypost.trainer.train_batch import Column, Limits, Sample, TrainBatch, plan_batch
 
 log = logging.getLogger(__name__)
 

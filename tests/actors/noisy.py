@@ -8,8 +8,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from raypost.algorithm_config import LossConfig
-from raypost.trainer.losses import LossTokens, ppo
+from raypost.config import LossConfig
+from raypost.trainer.algorithm.losses import LossTokens, ppo
 
 
 def noisy(tokens: LossTokens, config: LossConfig) -> tuple[Tensor, Tensor]:

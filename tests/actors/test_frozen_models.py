@@ -13,17 +13,17 @@ import ray
 import torch
 from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM, LlamaForSequenceClassification
 
+from actors.frozen.reference import ReferenceGroup, ReferenceWorker, reference_engine, share
+from actors.frozen.reward_model import RewardModelPool, RewardModelWorker, reward_engine
 from actors.judge import JudgeWorker
 from actors.placement import spawn
-from actors.reference import ReferenceGroup, ReferenceWorker, reference_engine, share
 from actors.remote import Remote
-from actors.reward_model import RewardModelPool, RewardModelWorker, reward_engine
-from actors.trainer import TrainerGroup
-from actors.trainer_worker import CONCURRENCY_GROUPS, TrainerWorker
+from actors.training.group import TrainerGroup
+from actors.training.worker import CONCURRENCY_GROUPS, TrainerWorker
 from raypost.config import Config, parse_config
 from raypost.errors import JudgeError, RaypostError
 from raypost.packed import PackedGroups, pack_groups
-from raypost.trainer.train_batch import Column, plan_batch
+from raypost.trainer.batch.train_batch import Column, plan_batch
 from raypost.types import Group, RolloutState, SampleParams, Status
 from tests.unit.test_tokenizer import write_tokenizer
 

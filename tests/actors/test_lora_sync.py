@@ -11,13 +11,13 @@ import ray
 from ray.actor import ActorHandle
 
 from actors.placement import spawn
-from actors.rollout_worker import RolloutWorker
-from actors.trainer import TrainerGroup
-from actors.trainer_worker import CONCURRENCY_GROUPS, TrainerWorker
+from actors.rollout.worker import RolloutWorker
+from actors.training.group import TrainerGroup
+from actors.training.worker import CONCURRENCY_GROUPS, TrainerWorker
 from raypost.config import Config, parse_config
 from raypost.packed import PackedGroups, pack_groups
 from raypost.types import FloatArray, Group, RolloutState, SampleParams, Status
-from raypost.weights import Manifest
+from raypost.weights.manifest import Manifest
 from tests.actors.tiny_engine import CONFIG, VOCAB, make_model
 
 pytestmark = [pytest.mark.usefixtures("local_ray"), pytest.mark.timeout(300)]

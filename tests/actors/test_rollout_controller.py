@@ -14,11 +14,11 @@ import ray
 from ray.exceptions import RayActorError
 
 from actors.placement import spawn
-from actors.rollout_controller import RolloutController
+from actors.rollout.controller import RolloutController
 from raypost.config import RolloutConfig
 from raypost.errors import StaleWeightsError, WeightError
 from raypost.types import GenerateRequest, GenerateResult, SampleParams
-from raypost.weights import Manifest, pack
+from raypost.weights.manifest import Manifest, pack
 from tests.actors import scripted
 
 pytestmark = [pytest.mark.usefixtures("local_ray"), pytest.mark.timeout(240)]

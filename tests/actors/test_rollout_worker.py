@@ -21,10 +21,10 @@ from ray.exceptions import RayActorError
 from transformers import LlamaForCausalLM
 
 from actors.placement import spawn
-from actors.rollout_worker import RolloutWorker
+from actors.rollout.worker import RolloutWorker
 from raypost.errors import StaleWeightsError, WeightError
 from raypost.types import GenerateRequest, SampleParams
-from raypost.weights import DOWN, UP, pack, pack_adapters
+from raypost.weights.manifest import DOWN, UP, pack, pack_adapters
 from tests.actors.tiny_engine import (
     CONFIG,
     PROMPT,

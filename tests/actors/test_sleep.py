@@ -11,12 +11,12 @@ import numpy as np
 import pytest
 from ray.exceptions import RayActorError
 
-from actors.rollout_controller import RolloutController
-from actors.rollout_worker import EngineConfig, RolloutWorker
+from actors.rollout.controller import RolloutController
+from actors.rollout.worker import EngineConfig, RolloutWorker
 from raypost.config import RolloutConfig, parse_config
 from raypost.errors import EngineLostError, RaypostError, StaleWeightsError, WaitTimeoutError, WeightError
 from raypost.types import GenerateRequest, GenerateResult, SampleParams
-from raypost.weights import Bytes, Manifest, pack
+from raypost.weights.manifest import Bytes, Manifest, pack
 from tests.actors.scripted import ScriptedWorker
 
 CONFIG = EngineConfig(device="cpu", dtype="float32", max_model_len=64, pause_timeout_s=4.0)

@@ -28,18 +28,17 @@ from transformers import (
 )
 
 from actors.placement import spawn
-from actors.trainer import TrainerGroup
-from actors.trainer_worker import CONCURRENCY_GROUPS, TrainerWorker
-from raypost.algorithm_config import LossConfig
-from raypost.config import Config, parse_config
+from actors.training.group import TrainerGroup
+from actors.training.worker import CONCURRENCY_GROUPS, TrainerWorker
+from raypost.config import Config, LossConfig, parse_config
+from raypost.data.tokenizer import Tokenizer as RaypostTokenizer
 from raypost.errors import BatchMemoryError, CheckpointError, LedgerError, RaypostError, WaitTimeoutError
 from raypost.packed import PackedGroups, pack_groups, unpack_groups
-from raypost.tokenizer import Tokenizer as RaypostTokenizer
-from raypost.trainer.losses import LossTokens
-from raypost.trainer.sft import SftExamples
-from raypost.trainer.train_batch import plan_batch
+from raypost.trainer.algorithm.losses import LossTokens
+from raypost.trainer.batch.sft import SftExamples
+from raypost.trainer.batch.train_batch import plan_batch
 from raypost.types import Group, RolloutState, SampleParams, Status
-from raypost.weights import verify, views
+from raypost.weights.manifest import verify, views
 from tests.actors.unreliable import Unreliable
 
 pytestmark = [pytest.mark.usefixtures("local_ray"), pytest.mark.timeout(300)]

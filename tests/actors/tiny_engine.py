@@ -12,9 +12,9 @@ import numpy as np
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from actors.rollout_worker import EngineConfig, RolloutWorker
+from actors.rollout.worker import EngineConfig, RolloutWorker
 from raypost.types import GenerateRequest, GenerateResult, SampleParams
-from raypost.weights import Bytes, Manifest, pack
+from raypost.weights.manifest import Bytes, Manifest, pack
 
 VOCAB = 50
 CONFIG = EngineConfig(device="cpu", dtype="float32", max_model_len=256, max_num_seqs=32, kv_cache_gb=0.1)

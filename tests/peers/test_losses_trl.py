@@ -16,12 +16,12 @@ from transformers import GPT2Config, GPT2LMHeadModel, PreTrainedTokenizerFast
 from trl import GRPOConfig, GRPOTrainer, RLOOConfig, RLOOTrainer
 from trl.trainer.utils import selective_log_softmax_and_entropy
 
-from raypost.algorithm_config import AdvantageConfig, CorrectionConfig, LossConfig
-from raypost.trainer.advantage import Scored, compute_advantages
-from raypost.trainer.corrections import Correction, correct
-from raypost.trainer.logprobs import chosen_logprobs
-from raypost.trainer.losses import LossTokens, policy_objective, sequence_scales
-from raypost.trainer.rewards import kl_rewards
+from raypost.config import AdvantageConfig, CorrectionConfig, LossConfig
+from raypost.trainer.algorithm.advantage import Scored, compute_advantages
+from raypost.trainer.algorithm.corrections import Correction, correct
+from raypost.trainer.algorithm.losses import LossTokens, policy_objective, sequence_scales
+from raypost.trainer.algorithm.rewards import kl_rewards
+from raypost.trainer.model.logprobs import chosen_logprobs
 
 GROUPS, SIZE, LONGEST = 2, 4, 8
 COUNT = GROUPS * SIZE

@@ -16,14 +16,13 @@ from typing import Any, TypeVar
 import numpy as np
 
 from raypost.buffer.replay_buffer import ReplayBuffer
-from raypost.config import PauseMode
+from raypost.config import JudgeConfig, PauseMode, SourceConfig, StrategyConfig, TaskConfig
+from raypost.data.sampler import Sampler
 from raypost.errors import StaleWeightsError
-from raypost.ledger import Ledger
-from raypost.producer import Producer, TaskRuntime
+from raypost.ledger.ledger import Ledger
+from raypost.production.producer import Producer, TaskRuntime
+from raypost.production.strategy import build_strategy
 from raypost.protocols import BufferBounds
-from raypost.sampler import Sampler
-from raypost.strategy import build_strategy
-from raypost.task_config import JudgeConfig, SourceConfig, StrategyConfig, TaskConfig
 from raypost.types import Group, RolloutState, SampleParams, Status
 from tests.unit.prompts import Number, Numbers
 

@@ -11,8 +11,8 @@ from typing import Any
 
 import numpy as np
 
-from raypost.sampler import Sampler
-from raypost.task_config import JudgeConfig, SourceConfig, TaskConfig
+from raypost.config import JudgeConfig, SourceConfig, TaskConfig
+from raypost.data.sampler import Sampler
 
 STOP = 2
 

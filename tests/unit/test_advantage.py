@@ -8,10 +8,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from raypost.algorithm_config import ADVANTAGES, AdvantageConfig
+from raypost.config import ADVANTAGES, AdvantageConfig
 from raypost.errors import ConfigError
-from raypost.trainer.advantage import Scored, compute_advantages, gae, whitened
-from raypost.trainer.estimators import STD_EPS, dr_grpo, grpo, mc, opo, pass_at_k, rloo
+from raypost.trainer.algorithm.advantage import Scored, compute_advantages, gae, whitened
+from raypost.trainer.algorithm.estimators import STD_EPS, dr_grpo, grpo, mc, opo, pass_at_k, rloo
 
 REWARD = st.floats(-5, 5, allow_nan=False).map(lambda r: round(r, 3))
 GROUP = st.lists(st.one_of(REWARD, st.sampled_from([0.0, 1.0])), min_size=2, max_size=9)

@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from raypost.allocation import Allocation, allocate
 from raypost.errors import ConfigError
+from raypost.production.allocation import Allocation, allocate
 from tests.unit.production import task_config
 
 

@@ -12,12 +12,18 @@ from transformers import (
     Qwen3MoeConfig,
 )
 
+from raypost.config import LoraConfig
 from raypost.errors import ConfigError
-from raypost.train_config import LoraConfig
-from raypost.trainer.checkpoint_names import CheckpointNames, named_weights
-from raypost.trainer.lora import adapter_factors, adapter_scales, add_adapters, base_weights, merged_weights
-from raypost.trainer.low_rank import merged
-from raypost.weights import DOWN, UP
+from raypost.trainer.model.lora import (
+    adapter_factors,
+    adapter_scales,
+    add_adapters,
+    base_weights,
+    merged_weights,
+)
+from raypost.weights.low_rank import merged
+from raypost.weights.manifest import DOWN, UP
+from raypost.weights.names import CheckpointNames, named_weights
 from tests.unit.test_policy import SIZES
 
 NAMELESS = {"bos_token_id": None, "eos_token_id": None}

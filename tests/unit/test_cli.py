@@ -19,8 +19,8 @@ from typer.testing import CliRunner
 
 from raypost import cli
 from raypost.errors import ClusterError, ConfigError
-from raypost.ledger import LEDGER_FILE, Ledger
-from raypost.resources import ClusterResources
+from raypost.ledger.ledger import LEDGER_FILE, Ledger
+from raypost.plan.resources import ClusterResources
 from raypost.types import GroupCounts
 from tests.unit.test_config import changed
 from tests.unit.test_plan import everything_below
@@ -298,7 +298,7 @@ def test_status_and_report_refuse_a_folder_without_a_run(tmp_path: Path) -> None
 
 def test_status_follows_a_run_to_its_report(recipe: Path, tmp_path: Path) -> None:
     from raypost.config import load_config
-    from raypost.report import RunWriter
+    from raypost.report.writer import RunWriter
 
     config = load_config(recipe)
     writer = RunWriter(config.run_dir, config)

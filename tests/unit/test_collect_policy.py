@@ -236,7 +236,7 @@ def test_with_a_batch_size_a_policy_that_is_never_updated_ends_it_with_the_reaso
 
 
 def test_a_broken_environment_is_failed_for_its_reason_and_the_rest_is_collected(tmp_path: Any) -> None:
-    from raypost.ledger import Ledger
+    from raypost.ledger.ledger import Ledger
 
     journal = tmp_path / "ledger.jsonl"
 

@@ -8,8 +8,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from raypost.algorithm_config import BoundsConfig, CorrectionConfig, LossConfig
-from raypost.trainer.corrections import (
+from raypost.config import BoundsConfig, CorrectionConfig, LossConfig
+from raypost.trainer.algorithm.corrections import (
     Correction,
     correct,
     inside,
@@ -17,8 +17,8 @@ from raypost.trainer.corrections import (
     level_ratios,
     proximal_logprobs,
 )
-from raypost.trainer.losses import LossTokens, policy_objective
-from raypost.trainer.sequences import row_means
+from raypost.trainer.algorithm.losses import LossTokens, policy_objective
+from raypost.trainer.algorithm.sequences import row_means
 
 LEVELS = ("token", "sequence", "geometric")
 

@@ -13,7 +13,8 @@ from typing import Any
 
 import pytest
 
-from raypost.datasets import (
+from raypost.config import JudgeConfig, SourceConfig, TaskConfig
+from raypost.data.prompts import (
     Prompt,
     StreamSource,
     build_source,
@@ -22,10 +23,9 @@ from raypost.datasets import (
     is_held_out,
     render,
 )
-from raypost.datasets.rows import ParquetRows
+from raypost.data.rows import ParquetRows
+from raypost.data.tokenizer import Tokenizer
 from raypost.errors import ConfigError
-from raypost.task_config import JudgeConfig, SourceConfig, TaskConfig
-from raypost.tokenizer import Tokenizer
 from tests.unit.prompts import rows
 
 
@@ -239,7 +239,7 @@ def test_fields_may_have_other_names(kind: str, tmp_path: Path):
 
 def test_parquet_keeps_no_more_row_groups_than_fit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     task = task_of("parquet", str(write_parquet(tmp_path / "rows", rows(200), row_group_size=10)))
-    monkeypatch.setattr("raypost.datasets.rows.CACHE_BYTES", 1000)
+    monkeypatch.setattr("raypost.data.rows.CACHE_BYTES", 1000)
     table = ParquetRows(task)
     assert [table.row(n)["answer"] for n in [*range(200), 3, 199, 4]] == [*range(200), 3, 199, 4]
     assert sum(one.nbytes for one in table._tables.values()) <= 1000
@@ -302,9 +302,9 @@ def test_check_source_gives_the_first_prompts(kind: str, tmp_path: Path):
 
 def test_check_source_stops_at_its_time_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     path = write_jsonl(tmp_path / "rows", [*rows(500), {"prompt": "no answer"}])
-    monkeypatch.setattr("raypost.datasets.CHECK_S", 0.0)
+    monkeypatch.setattr("raypost.data.prompts.CHECK_S", 0.0)
     assert len(check_source(task_of("jsonl", str(path)), 0)) == 1
-    monkeypatch.setattr("raypost.datasets.CHECK_S", 60.0)
+    monkeypatch.setattr("raypost.data.prompts.CHECK_S", 60.0)
     with pytest.raises(ConfigError, match="line 501 must be like"):
         check_source(task_of("jsonl", str(path)), 0)
 

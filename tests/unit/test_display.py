@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from raypost import display, formatting
-from raypost.display import Progress, summary
+from raypost.report import display, formatting
+from raypost.report.display import Progress, summary
 from tests import synthetic_run as run
 
 REPORT: dict[str, Any] = {

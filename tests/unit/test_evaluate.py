@@ -11,7 +11,8 @@ import pytest
 
 from raypost.config import EvalConfig, parse_config
 from raypost.errors import ConfigError
-from raypost.evaluate import (
+from raypost.metrics import bounds, bounds_of
+from raypost.report.evaluate import (
     Estimate,
     mean_reward,
     over_tasks,
@@ -21,7 +22,6 @@ from raypost.evaluate import (
     student_t,
     wilson,
 )
-from raypost.metrics import bounds, bounds_of
 
 NAN = float("nan")
 

@@ -19,10 +19,10 @@ from typer.testing import CliRunner
 
 from raypost import cli
 from raypost.errors import ConfigError
-from raypost.explain import find_run, group_life
-from raypost.explain_view import life_text, summary_text
-from raypost.ledger import LEDGER_FILE, Ledger, group_facts
-from raypost.tally import REGENERATED, length_bias, run_summary
+from raypost.ledger.explain import find_run, group_life
+from raypost.ledger.ledger import LEDGER_FILE, Ledger, group_facts
+from raypost.ledger.tally import REGENERATED, length_bias, run_summary
+from raypost.report.explain_view import life_text, summary_text
 from raypost.types import GroupKey, Status
 from tests.unit.production import group
 

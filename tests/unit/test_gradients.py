@@ -4,10 +4,16 @@ import pytest
 import torch
 from transformers import GPT2Config, GPT2LMHeadModel
 
-from raypost.algorithm_config import CorrectionConfig, LossConfig
-from raypost.trainer.corrections import Correction, correct
-from raypost.trainer.logprobs import chosen_logprobs, sampling_support
-from raypost.trainer.losses import LossTokens, policy_objective, sequence_scales, sft_loss, value_loss
+from raypost.config import CorrectionConfig, LossConfig
+from raypost.trainer.algorithm.corrections import Correction, correct
+from raypost.trainer.algorithm.losses import (
+    LossTokens,
+    policy_objective,
+    sequence_scales,
+    sft_loss,
+    value_loss,
+)
+from raypost.trainer.model.logprobs import chosen_logprobs, sampling_support
 
 IDS = torch.tensor([[1, 2, 3, 4, 5], [6, 7, 8, 9, 10]])
 TARGETS = torch.tensor([3, 4, 9, 7, 8, 2])

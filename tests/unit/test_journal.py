@@ -14,8 +14,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from raypost import journal as module
-from raypost.journal import FLUSH_LINES, FLUSH_S, Journal, JournalReader
+from raypost.ledger import journal as module
+from raypost.ledger.journal import FLUSH_LINES, FLUSH_S, Journal, JournalReader
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -123,7 +123,7 @@ def test_a_full_disk_writes_nothing_by_half_and_loses_nothing(
 
 def test_a_kill_loses_no_line_that_was_flushed(tmp_path: Path) -> None:
     script = (
-        "import sys, time; from pathlib import Path; from raypost.journal import Journal\n"
+        "import sys, time; from pathlib import Path; from raypost.ledger.journal import Journal\n"
         "journal = Journal(Path(sys.argv[1]))\n"
         "for n in range(100): journal.append({'time': 0, 'event': 'note', 'n': n}, 0)\n"
         "journal.flush(); journal.append({'time': 0, 'event': 'note', 'n': 100}, 0)\n"

@@ -3,11 +3,11 @@ import re
 import numpy as np
 import pytest
 
-from raypost.datasets import build_source
+from raypost.config import JudgeConfig, SourceConfig, TaskConfig
+from raypost.data.prompts import build_source
 from raypost.errors import JudgeError
 from raypost.judges import RuleJudge, build_judge
 from raypost.judges.rules import extract_answer
-from raypost.task_config import JudgeConfig, SourceConfig, TaskConfig
 from raypost.types import RolloutState, SampleParams
 
 LAST_NUMBER = r"(-?\d+)\s*$"

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from raypost.errors import CheckpointError, LedgerError
-from raypost.ledger import MAX_WHY, Ledger, OrdinalSet, group_facts
+from raypost.ledger.ledger import MAX_WHY, Ledger, OrdinalSet, group_facts
 from raypost.types import NO_VERSION, Status
 from tests.unit.production import group
 

@@ -7,8 +7,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from raypost.trainer.head import Sampling, sampled_logprobs
-from raypost.trainer.logprobs import chosen_logprobs, sampling_support
+from raypost.trainer.model.head import Sampling, sampled_logprobs
+from raypost.trainer.model.logprobs import chosen_logprobs, sampling_support
 
 
 def naive_support(logits, top_p, top_k):

@@ -8,10 +8,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from raypost.algorithm_config import LossConfig
+from raypost.config import LossConfig
 from raypost.errors import ConfigError
-from raypost.trainer.corrections import Correction
-from raypost.trainer.losses import (
+from raypost.trainer.algorithm.corrections import Correction
+from raypost.trainer.algorithm.losses import (
     LossTokens,
     kl_estimate,
     load_policy_loss,
@@ -21,7 +21,7 @@ from raypost.trainer.losses import (
     sft_loss,
     value_loss,
 )
-from raypost.trainer.rewards import kl_rewards
+from raypost.trainer.algorithm.rewards import kl_rewards
 
 LENGTHS = st.lists(st.integers(1, 12), min_size=1, max_size=6)
 SEEDS = st.integers(0, 9999)

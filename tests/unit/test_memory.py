@@ -5,8 +5,8 @@ import pytest
 import torch
 
 from raypost.errors import BatchMemoryError
+from raypost.trainer.batch.packing import PackingRule, micro_batches
 from raypost.trainer.memory import first_of, memory_named
-from raypost.trainer.packing import PackingRule, micro_batches
 from tests.unit.test_packing import make_groups, planned
 
 

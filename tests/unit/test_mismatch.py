@@ -6,11 +6,11 @@ import numpy as np
 import pytest
 import torch
 
-from raypost.algorithm_config import LossConfig
-from raypost.trainer.corrections import Correction
-from raypost.trainer.losses import LossTokens, policy_objective, value_loss
-from raypost.trainer.mismatch import MAX_LAG, LagSums
-from raypost.trainer.step_sums import StepSums, ValueSums
+from raypost.config import LossConfig
+from raypost.trainer.algorithm.corrections import Correction
+from raypost.trainer.algorithm.losses import LossTokens, policy_objective, value_loss
+from raypost.trainer.algorithm.mismatch import MAX_LAG, LagSums
+from raypost.trainer.algorithm.step_sums import StepSums, ValueSums
 
 
 def random_tokens(num_tokens=300, seed=0, noise=0.3):

@@ -17,17 +17,16 @@ from typing import Any
 import pytest
 
 from raypost.agent_loop.single_turn import SingleTurnAgentLoop
-from raypost.allocation import allocate
 from raypost.buffer.replay_buffer import ReplayBuffer
 from raypost.checkpoint import CheckpointDir
-from raypost.config import parse_config
+from raypost.config import StrategyConfig, parse_config
 from raypost.errors import CheckpointError, ProductionError
 from raypost.packed import unpack_groups
-from raypost.progress import ProduceProgress
+from raypost.plan.resources import ClusterResources, shortages
+from raypost.production.allocation import allocate
+from raypost.production.progress import ProduceProgress
+from raypost.production.strategy import AsyncProduceStrategy, PendingGroup, build_strategy
 from raypost.protocols import TaskLimits
-from raypost.resources import ClusterResources, shortages
-from raypost.strategy import AsyncProduceStrategy, PendingGroup, build_strategy
-from raypost.task_config import StrategyConfig
 from raypost.types import Group, Status, group_status
 from tests.unit.buffer_groups import counts, group, ids, lease_ids, now, only, put
 from tests.unit.production import World, fate, producing, state, task_config, train_step, virtual

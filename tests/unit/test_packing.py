@@ -8,9 +8,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from raypost.packed import pack_groups
-from raypost.trainer.packing import PackingRule, Unit, make_units, micro_batches, plan_micro_batches, spread
-from raypost.trainer.token_advantages import with_advantage
-from raypost.trainer.train_batch import Limits, plan_batch
+from raypost.trainer.algorithm.token_advantages import with_advantage
+from raypost.trainer.batch.packing import (
+    PackingRule,
+    Unit,
+    make_units,
+    micro_batches,
+    plan_micro_batches,
+    spread,
+)
+from raypost.trainer.batch.train_batch import Limits, plan_batch
 from raypost.types import Group, RolloutState, SampleParams, Status
 
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from actors.rollout.open_requests import OpenRequests
 from raypost.config import PauseMode
-from raypost.open_requests import OpenRequests
 from raypost.pause import PauseDeadlines, stricter
 
 

@@ -40,12 +40,12 @@ from transformers import (
 
 from raypost.errors import ConfigError
 from raypost.packed import pack_groups
-from raypost.trainer.attention import positions_of
-from raypost.trainer.head import LogitRule, Sampling
-from raypost.trainer.packing import PackingRule, Segment, micro_batches
-from raypost.trainer.policy import Critic, Policy, load_model, pair_cost
-from raypost.trainer.self_check import check_head, check_packing
-from raypost.trainer.train_batch import plan_batch
+from raypost.trainer.batch.packing import PackingRule, Segment, micro_batches
+from raypost.trainer.batch.train_batch import plan_batch
+from raypost.trainer.model.attention import positions_of
+from raypost.trainer.model.head import LogitRule, Sampling
+from raypost.trainer.model.policy import Critic, Policy, load_model, pair_cost
+from raypost.trainer.model.self_check import check_head, check_packing
 from raypost.types import Group, RolloutState, SampleParams, Status
 
 VOCAB = 50
@@ -278,7 +278,7 @@ def test_an_attention_that_ignores_the_segments_is_refused():
     forward = layer.forward
 
     def mixing(*args, row=None, **kwargs):
-        from raypost.trainer.attention import row_attention
+        from raypost.trainer.model.attention import row_attention
 
         whole = row_attention([Segment(0, kwargs["hidden_states"].shape[1])], torch.device("cpu"))
         return forward(*args, row=whole, **kwargs)

@@ -17,7 +17,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from raypost.config import PauseMode
 from raypost.errors import LedgerError
-from raypost.ledger import Ledger
+from raypost.ledger.ledger import Ledger
 from raypost.packed import PackedGroups, unpack_groups
 from raypost.protocols import BufferBounds, TakeStatus
 from raypost.types import Group, GroupKey, Status

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from raypost.errors import CheckpointError
-from raypost.progress import ProduceProgress
+from raypost.production.progress import ProduceProgress
 
 
 def progress_of(*tasks: str, share: int = 4) -> ProduceProgress:

@@ -13,9 +13,10 @@ import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from raypost.config import load_config
-from raypost.ledger import LEDGER_FILE, Ledger
-from raypost.report import RunWriter, files, rebuild, writer
+from raypost.ledger.ledger import LEDGER_FILE, Ledger
+from raypost.report import files, writer
 from raypost.report.summary import recipe_digest
+from raypost.report.writer import RunWriter, rebuild
 from raypost.types import GroupCounts, Span, Status
 from tests import synthetic_run as run
 

@@ -10,12 +10,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from raypost.config import RewardModelConfig, parse_config
+from raypost.config import RewardModelConfig, TaskConfig, parse_config
+from raypost.data.tokenizer import Tokenizer
 from raypost.errors import ConfigError, JudgeError, WaitTimeoutError
 from raypost.judges import RewardModelJudge, build_judge
 from raypost.judges.reward_model import RewardModelInput, check_reward_model
-from raypost.task_config import TaskConfig
-from raypost.tokenizer import Tokenizer
 from raypost.types import RolloutState, SampleParams
 from tests.unit.test_tokenizer import write_tokenizer
 

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
+from raypost.data.sampler import Sampler
 from raypost.errors import CheckpointError, ConfigError
-from raypost.sampler import Sampler
 from raypost.types import Status
 from tests.unit.prompts import STOP, Broken, Numbers, Stream, answers, encode, of, task_config
 
@@ -183,5 +183,5 @@ def test_stream_that_raised_is_read_again_from_where_it_was_not_taken_for_ended(
 
 
 def test_without_workers_torch_is_not_imported() -> None:
-    code = "import sys, raypost.sampler, raypost.datasets; print('torch' in sys.modules)"
+    code = "import sys, raypost.data.sampler, raypost.data.prompts; print('torch' in sys.modules)"
     assert os.popen(f'{sys.executable} -c "{code}"').read().strip() == "False"

@@ -10,9 +10,9 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from raypost.datasets import build_source
-from raypost.sampler import Sampler
-from raypost.task_config import JudgeConfig, SourceConfig, TaskConfig
+from raypost.config import JudgeConfig, SourceConfig, TaskConfig
+from raypost.data.prompts import build_source
+from raypost.data.sampler import Sampler
 from tests.unit.prompts import STOP, Number, Numbers, Stream, task_config
 
 

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from raypost.config import parse_config
-from raypost.imports import load_function
-from raypost.schedule import bound, buffer_bounds, schedule_problems, started_at_once, strategy_warnings
+from raypost.config.imports import load_function
+from raypost.plan.schedule import bound, buffer_bounds, schedule_problems, started_at_once, strategy_warnings
 from tests.unit.test_config import changed
 
 

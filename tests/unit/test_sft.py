@@ -10,11 +10,11 @@ from tokenizers import Tokenizer as Backend
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import Whitespace
 
-from raypost.algorithm_config import SftConfig
+from raypost.config import SftConfig
+from raypost.data.tokenizer import Tokenizer
 from raypost.errors import ConfigError
-from raypost.tokenizer import Tokenizer
-from raypost.trainer.packing import PackingRule, micro_batches
-from raypost.trainer.sft import SftExamples, check_examples
+from raypost.trainer.batch.packing import PackingRule, micro_batches
+from raypost.trainer.batch.sft import SftExamples, check_examples
 
 WORDS = {f"w{i}": i for i in range(9)}
 EOS = 9
@@ -111,7 +111,7 @@ def test_examples_of_a_step_are_split_over_its_optimizer_steps(make):
 
 
 def test_checking_examples_needs_neither_torch_nor_transformers():
-    code = "import sys, raypost.trainer.sft; print({'torch', 'transformers'} & set(sys.modules))"
+    code = "import sys, raypost.trainer.batch.sft; print({'torch', 'transformers'} & set(sys.modules))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
     assert done.stdout.strip() == "set()", done.stderr
 

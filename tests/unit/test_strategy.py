@@ -6,7 +6,8 @@ import asyncio
 
 import pytest
 
-from raypost.strategy import (
+from raypost.config import StrategyConfig
+from raypost.production.strategy import (
     AsyncProduceStrategy,
     PendingGroup,
     PendingSet,
@@ -19,7 +20,6 @@ from raypost.strategy import (
     oversample_budget,
     uninterrupted,
 )
-from raypost.task_config import StrategyConfig
 from raypost.types import Group, Status
 from tests.unit.production import group, virtual
 

@@ -6,12 +6,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from raypost import models, smollm2, tiny
 from raypost.config import ModelConfig
-from raypost.datasets import is_held_out
+from raypost.data.prompts import is_held_out
+from raypost.data.tokenizer import Tokenizer
 from raypost.errors import ConfigError
-from raypost.models import check_model, resolve_model
-from raypost.tokenizer import Tokenizer
+from raypost.models import resolve as models
+from raypost.models import smollm2, tiny
+from raypost.models.resolve import check_model, resolve_model
 
 SMALL = {
     "hidden_size": 32,

@@ -3,10 +3,10 @@
 import numpy as np
 import pytest
 
-from raypost.algorithm_config import AdvantageConfig, KlConfig
+from raypost.config import AdvantageConfig, KlConfig
 from raypost.packed import pack_groups
-from raypost.trainer.token_advantages import TokenValues, token_advantages
-from raypost.trainer.train_batch import plan_batch
+from raypost.trainer.algorithm.token_advantages import TokenValues, token_advantages
+from raypost.trainer.batch.train_batch import plan_batch
 from raypost.types import Status
 from tests.unit.test_packing import make_groups
 

@@ -13,8 +13,8 @@ import pytest
 from tokenizers import AddedToken, decoders, models, pre_tokenizers, processors, trainers
 from tokenizers import Tokenizer as Backend
 
+from raypost.data.tokenizer import Tokenizer
 from raypost.errors import ConfigError
-from raypost.tokenizer import Tokenizer
 
 TEMPLATE = (
     "{%- for m in messages %}\n"
@@ -74,7 +74,7 @@ def test_ids_text_and_chat_prompt_equal_those_of_transformers(tmp_path: Path) ->
 
 
 def test_importing_it_imports_neither_torch_nor_transformers() -> None:
-    code = "import sys, raypost.tokenizer; sys.exit(bool({'torch', 'transformers'} & set(sys.modules)))"
+    code = "import sys, raypost.data.tokenizer; sys.exit(bool({'torch', 'transformers'} & set(sys.modules)))"
     assert subprocess.run([sys.executable, "-c", code], timeout=60, check=False).returncode == 0
 
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from actors.weight_broadcaster import WeightBroadcaster
+from actors.training.broadcaster import WeightBroadcaster
 from raypost.config import SyncConfig
 from raypost.errors import StaleWeightsError, WeightError
 from raypost.types import WeightReport
-from raypost.weights import DOWN, UP, pack, pack_adapters
+from raypost.weights.manifest import DOWN, UP, pack, pack_adapters
 
 CANARY = np.arange(4, dtype=np.int32)
 

@@ -6,7 +6,17 @@ import numpy as np
 import pytest
 
 from raypost.errors import WeightError
-from raypost.weights import ALIGNMENT, DOWN, UP, Manifest, bytes_of, pack, pack_adapters, verify, views
+from raypost.weights.manifest import (
+    ALIGNMENT,
+    DOWN,
+    UP,
+    Manifest,
+    bytes_of,
+    pack,
+    pack_adapters,
+    verify,
+    views,
+)
 
 
 def make_tensors(seed=0):

@@ -1,0 +1,1 @@
+"""Engines whose weights never change: the reference and reward models."""

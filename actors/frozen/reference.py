@@ -1,0 +1,196 @@
+"""ReferenceWorker: one engine with the model that training starts from, and ReferenceGroup, all of them as one.
+
+    driver: ReferenceGroup.compute_ref_logprobs(batch_ref) --ref--> every worker: its part of the trajectories
+                                                           <--ref-- the first worker: all parts as one column
+
+Owns which worker computes which trajectories, and that what comes out is the column that TrainerGroup would give:
+logprobs of the tokens that are trained, 0 elsewhere. The weights come from the model's folder and never change.
+
+An engine gives logprobs at temperature 1 over the whole vocabulary. Tokens sampled otherwise are refused, because
+vLLM applies neither temperature nor cuts to the tokens of a prompt.
+
+Invariant: the driver never opens a batch or a column.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import heapq
+import itertools
+import logging
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import ray
+from ray.actor import ActorHandle
+
+from actors.frozen.host import FrozenHost
+from actors.remote import ACTOR_ERRORS, within
+from raypost.config import Config, PoolConfig
+from raypost.config.engine import EngineConfig
+from raypost.errors import RaypostError
+from raypost.metrics import TRAIN, SpanLog
+from raypost.packed import PackedGroups
+from raypost.trainer.batch.train_batch import Column, Limits, Sample, plan_batch
+from raypost.types import FloatArray, Span
+
+log = logging.getLogger(__name__)
+
+
+def reference_engine(config: Config, pool: PoolConfig) -> EngineConfig:
+    """What the engines of the reference need to know; what the pool does not say is as in `rollout`."""
+    engine = EngineConfig.of(config)
+    return replace(engine, tensor_parallel_size=pool.tensor_parallel_size, sleep_mode=False)
+
+
+class ReferenceWorker:
+    """One engine with the reference. Owns no state, so a call may be made again, of any worker."""
+
+    def __init__(self, name: str, model_path: str, engine: EngineConfig, config: Config) -> None:
+        """`model_path`: a folder with the model that training starts from."""
+        self._name, self._config = name, config
+        self._host = FrozenHost(name, model_path, engine, config.train.logits_mb)
+        self._spans = SpanLog(name)
+
+    def __repr__(self) -> str:
+        return self._name
+
+    async def start(self) -> dict[str, Any]:
+        """Start the engine; without this the first call does. {pid, engine_pids, init_s}. Raises RaypostError."""
+        return await self._host.start()
+
+    async def compute_ref_logprobs(self, packed: PackedGroups, part: int, parts: int) -> tuple[None, Column]:
+        """A column with the logprobs of this part of the batch's trajectories. Raises RaypostError."""
+        with self._spans.span(TRAIN):
+            engine, train = await self._host.engine(), self._config.train
+            limits = Limits(engine.vocab_size, self._config.max_model_len)
+            batch = plan_batch(packed, train.advantage.smallest_group, train.num_minibatches, limits)
+            samples = share(batch.samples, part, parts)
+            for sample in samples:
+                _check_sampling(sample)
+            column = np.zeros(batch.num_tokens, np.float32)
+            for sample, logprobs in zip(samples, await self._logprobs(samples), strict=True):
+                # The first entry is that of the sequence's second token.
+                column[sample.places] = logprobs[len(sample.state.prompt_ids) - 1 + sample.trained]
+            return None, column
+
+    async def _logprobs(self, samples: Sequence[Sample]) -> list[FloatArray]:
+        """Logprob of every token but the first of each sequence, all of them in the engine at once."""
+        engine = await self._host.engine()
+        states = [sample.state for sample in samples]
+        sequences = [np.concatenate([state.prompt_ids, state.response_ids]) for state in states]
+        calls = [asyncio.ensure_future(self._host.alive(engine.logprobs(ids))) for ids in sequences]
+        try:
+            return list(await asyncio.gather(*calls))
+        finally:
+            for call in calls:
+                call.cancel()
+
+    async def join(self, *columns: Column) -> tuple[None, Column]:
+        """The columns of all parts as one."""
+        return None, np.sum(columns, axis=0, dtype=np.float32)
+
+    async def drain_spans(self) -> list[Span]:
+        """Time spent computing since the last call."""
+        return self._spans.drain()
+
+    async def shutdown(self) -> None:
+        """End the engine's processes. The actor itself is the caller's to end."""
+        self._host.shutdown()
+
+
+def share(samples: Sequence[Sample], part: int, parts: int) -> list[Sample]:
+    """The samples of a part, 0 to `parts` - 1. Every sample is in one part; parts have about equally many tokens."""
+    loads = [(0, number) for number in range(parts)]
+    mine = []
+    for sample in sorted(samples, key=lambda one: one.num_inputs, reverse=True):
+        load, number = heapq.heappop(loads)
+        heapq.heappush(loads, (load + sample.num_inputs, number))
+        if number == part:
+            mine.append(sample)
+    return mine
+
+
+def _check_sampling(sample: Sample) -> None:
+    params = sample.state.sample_params
+    if (params.temperature, params.top_p, params.top_k) != (1.0, 1.0, 0):
+        raise RaypostError(
+            f"group {sample.key} sample {sample.state.sample_index} was sampled with temperature {params.temperature}, "
+            f"top_p {params.top_p}, top_k {params.top_k}, but engines compute a reference's logprobs at 1, 1 and 0 "
+            "only: set train.loss.kl.pool to null, so that the ranks do"
+        )
+
+
+class ReferenceGroup:
+    """All workers as one reference. Holds handles only, so it can be passed to other actors."""
+
+    def __init__(self, workers: Sequence[ActorHandle], start_timeout_s: float, step_timeout_s: float) -> None:
+        """`workers`: actors of ReferenceWorker. `step_timeout_s`: longest time a batch may take, a worker's restart
+        included."""
+        if not workers:
+            raise ValueError("a reference needs at least one worker")
+        self._workers = list(workers)
+        self._start_timeout_s, self._step_timeout_s = start_timeout_s, step_timeout_s
+
+    def __repr__(self) -> str:
+        return "reference"
+
+    async def start(self) -> list[dict[str, Any]]:
+        """Start all engines; returns what each says about itself."""
+        starting = asyncio.gather(*(worker.start.remote() for worker in self._workers))
+        return list(await within(starting, self._start_timeout_s, "the reference's engines to start"))
+
+    async def compute_ref_logprobs(self, batch_ref: ray.ObjectRef) -> ray.ObjectRef:
+        """Logprobs of the batch's trained tokens under the reference, a ref of a Column. Raises RaypostError."""
+        return await within(
+            self._column(batch_ref), self._step_timeout_s, "the reference's logprobs of a batch"
+        )
+
+    async def _column(self, batch_ref: ray.ObjectRef) -> ray.ObjectRef:
+        parts = len(self._workers)
+        calls = [
+            asyncio.ensure_future(self._call(part, "compute_ref_logprobs", batch_ref, part, parts))
+            for part in range(parts)
+        ]
+        try:
+            columns = await asyncio.gather(*calls)
+        finally:
+            for call in calls:
+                call.cancel()
+        return columns[0] if parts == 1 else await self._call(0, "join", *columns)
+
+    async def _call(self, first: int, method: str, *args: Any) -> ray.ObjectRef:
+        """The second return of a call, as a ref, once it is there. A worker that is away makes room for the next; who
+        waits has the deadline."""
+        for attempt in itertools.count():
+            worker = self._workers[(first + attempt) % len(self._workers)]
+            done, result = getattr(worker, method).options(num_returns=2).remote(*args)
+            try:
+                await done
+                return result
+            except ACTOR_ERRORS as error:
+                log.warning(
+                    "reference: %s is made again, of the next worker: %s", method, type(error).__name__
+                )
+                await asyncio.sleep(0.5 * (1 + attempt // len(self._workers)))
+        raise AssertionError("unreachable: it tries until it is cancelled")
+
+    async def drain_spans(self) -> list[Span]:
+        """What all workers did since the last call."""
+        drained = await asyncio.gather(*(worker.drain_spans.remote() for worker in self._workers))
+        return [span for spans in drained for span in spans]
+
+    async def shutdown(self) -> None:
+        """End the engines and the actors, also those that do not answer."""
+        ending = asyncio.gather(
+            *(worker.shutdown.remote() for worker in self._workers), return_exceptions=True
+        )
+        try:
+            await within(ending, min(10.0, self._step_timeout_s), "the reference's engines to end")
+        except RaypostError as error:
+            log.warning("%s; they are ended with their actors", error)
+        finally:
+            for worker in self._workers:
+                ray.kill(worker)

@@ -1,0 +1,1 @@
+"""Rollout: the pool of workers, and the vLLM engine that each of them runs."""

@@ -1,0 +1,394 @@
+"""RolloutController: the pool of rollout workers as one Generator.
+
+Owns routing, the pause gate of the pool, which worker is in which state, and bringing a dead worker back:
+restart (by Ray), start the engine, load the current weights, and only then serve. Owns no weights but the
+refs of the current version, kept so that a worker that comes back, or wakes without weights, can catch up.
+
+    worker:  STARTING -> UP -> DOWN -> (engine started, current version loaded) -> UP
+
+A pool that sleeps has lent its devices to others: no engine is started meanwhile, so a worker that died comes back
+when the pool wakes, which it does with the next `load_weights` or `resume`.
+
+Invariants: nothing is routed to a worker that is not UP; an UP worker holds the pool's version, unless the pool
+sleeps, and then it sleeps too; between `pause` and `resume` no worker generates, whatever the mode, and a request
+that comes is an "abort" without tokens. Pause, sleep, resume, weight loads and a worker's return take one lock, so a
+worker that comes back in the middle of a sync cannot serve old weights; it comes back paused as the others are. What
+a dead worker had frozen comes back as an "abort" without tokens and continues elsewhere from the tokens it came with.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from dataclasses import dataclass, field
+from typing import Any
+
+import ray
+from ray.actor import ActorHandle
+
+from actors.remote import ACTOR_ERRORS, CallBatches, ManyCalls, within
+from actors.rollout.pool_worker import PoolWorker, WorkerState
+from raypost.config import PauseMode, RolloutConfig
+from raypost.errors import (
+    EngineLostError,
+    NoWorkersError,
+    RaypostError,
+    StaleWeightsError,
+    WaitTimeoutError,
+    WeightError,
+)
+from raypost.metrics import SpanLog
+from raypost.pause import PauseDeadlines, stricter
+from raypost.types import (
+    FloatArray,
+    GenerateRequest,
+    GenerateResult,
+    IntArray,
+    Span,
+    WeightReport,
+    WorkerStats,
+)
+from raypost.weights.manifest import Manifest
+
+log = logging.getLogger(__name__)
+
+RECOVERY_TRIES = 5
+MANY_REQUESTS = 64
+"""Requests that travel together at most."""
+GONE = (*ACTOR_ERRORS, EngineLostError)
+"""A worker that has to be brought back: it died, or Ray started it again before anybody noticed."""
+
+
+@dataclass(slots=True, frozen=True)
+class _Weights:
+    manifest: Manifest
+    buckets: list[ray.ObjectRef] = field(repr=False)
+
+
+class RolloutController(CallBatches):
+    """Routes generation to live workers and keeps the pool on one version."""
+
+    def __init__(
+        self, workers: dict[str, ActorHandle], rollout: RolloutConfig, sync_timeout_s: float
+    ) -> None:
+        super().__init__()
+        self._rollout, self._sync_timeout_s = rollout, sync_timeout_s
+        self._workers = [
+            PoolWorker(name, handle, SpanLog(name), ManyCalls(handle, "generate", MANY_REQUESTS))
+            for name, handle in workers.items()
+        ]
+        self._weights: _Weights | None = None
+        self._version: int | None = None
+        self._deadlines = PauseDeadlines(rollout.pause_timeout_s)
+        self._paused = True
+        self._mode: PauseMode | None = None
+        """Of the pause in force or under way."""
+        self._pausing = False
+        """Whether it is a pause that holds the lock."""
+        self._asleep = False
+        """From the call of `sleep`: no engine is started."""
+        self._failure: Exception | None = None
+        self._control = asyncio.Lock()
+        self._changed = asyncio.Condition()
+
+    def __repr__(self) -> str:
+        return "rollout-controller"
+
+    async def start(self) -> list[dict[str, Any]]:
+        """Start all engines at once. Raises what the first failing worker raised, or WaitTimeoutError."""
+        infos = await asyncio.gather(*(self._start_engine(worker) for worker in self._workers))
+        for worker in self._workers:
+            worker.state = WorkerState.UP
+        return infos
+
+    # ---------------------------------------------------------------- generation
+
+    async def generate(self, request: GenerateRequest) -> GenerateResult:
+        """Continue `request.token_ids` on the least loaded worker.
+
+        Paused: "abort" without tokens. A worker that dies is replaced by another one, from the tokens the
+        request came with. A request past its deadline fails. Raises NoWorkersError when all are gone for good.
+        """
+        deadline = time.monotonic() + self._rollout.request_timeout_s
+        while not self._paused:
+            worker = await self._pick(deadline)
+            if worker is None:
+                continue
+            try:
+                return await self._generate_on(worker, request, deadline)
+            except GONE as error:
+                await self._lost(worker, error)
+            except WaitTimeoutError as error:
+                return GenerateResult.nothing("error", worker.name, str(error))
+        return GenerateResult.nothing("abort")
+
+    async def _pick(self, deadline: float) -> PoolWorker | None:
+        """An UP worker; None if the pool was paused while waiting for one."""
+        up = [worker for worker in self._workers if worker.state is WorkerState.UP]
+        if up:
+            return min(up, key=lambda worker: worker.outstanding)
+        if self._failure is not None:
+            raise self._failure
+        states = ", ".join(f"{worker.name} is {worker.state}" for worker in self._workers)
+        async with self._changed:
+            try:
+                await within(
+                    self._changed.wait(), max(0.0, deadline - time.monotonic()), f"a rollout worker: {states}"
+                )
+            except WaitTimeoutError as error:
+                raise NoWorkersError(str(error)) from error
+        return None
+
+    async def _generate_on(
+        self, worker: PoolWorker, request: GenerateRequest, deadline: float
+    ) -> GenerateResult:
+        worker.outstanding += 1
+        if worker.busy_since is None:
+            worker.account(working=True)
+        left = max(0.0, deadline - time.monotonic())
+        try:
+            return await within(
+                worker.generate(request), left, f"{worker.name} to generate {request.request_id}"
+            )
+        finally:
+            worker.outstanding -= 1
+            if worker.outstanding == 0:
+                worker.account(working=False)
+
+    # ---------------------------------------------------------------- pause, weights, resume
+
+    async def pause(self, mode: PauseMode = "abort") -> None:
+        """Close the gate, then stop the engines as `mode` says. Returns when no engine is generating. Idempotent.
+
+        abort: open requests come back with their tokens. keep: they freeze in the engines until `resume`. wait:
+        they run to their end, or are aborted after half of `pause_timeout_s`. A stricter mode (wait < keep <
+        abort) overrules the pause in force, one under way included; a gentler one changes nothing.
+        """
+        self._paused = True
+        overruled, self._mode = self._mode, stricter(self._mode, mode)
+        if self._pausing and self._mode != overruled:
+            # The workers end the pause that holds the lock.
+            await self._pause_workers()
+        await self._notify()
+        async with self._control:
+            self._paused, self._pausing = True, True
+            try:
+                self._mode = stricter(self._mode, mode)
+                await self._pause_workers()
+            finally:
+                self._pausing = False
+            for worker in self._workers:
+                worker.account(working=False)
+
+    async def _pause_workers(self) -> None:
+        await self._on_every_up("pause", self._deadlines.pool_s, self._mode)
+
+    async def sleep(self, keep_weights: bool) -> None:
+        """Lend the engines' devices to others until the next `load_weights` or `resume`, which wake what they need.
+
+        Keys and values are dropped. `keep_weights`: weights stay in main memory; else they are dropped too, and
+        `resume` loads the pool's version again unless another was loaded. On CPU the same rules hold, but no memory is
+        freed. Returns when no engine is on a device, and none is being started. Idempotent. Raises RaypostError unless
+        the pool is paused without frozen requests.
+        """
+        async with self._control:
+            if not self._paused or self._mode == "keep":
+                now = "paused with 'keep'" if self._paused else f"serving version {self._version}"
+                raise RaypostError(f"the pool is {now}: pause it with 'abort' or 'wait' before it sleeps")
+            self._asleep = True
+        await self._until_none_starts()
+        async with self._control:
+            if not self._asleep:
+                raise RaypostError(
+                    "the pool was woken while it fell asleep: sleep and wake one after the other"
+                )
+            await self._on_every_up("sleep", self._rollout.pause_timeout_s, keep_weights)
+
+    async def _until_none_starts(self) -> None:
+        """Wait for workers that are on their way back: an engine takes its device when it starts."""
+        names = ", ".join(worker.name for worker in self._workers if worker.starting)
+        async with self._changed:
+            none_starts = self._changed.wait_for(lambda: not any(w.starting for w in self._workers))
+            await within(
+                none_starts, self._rollout.start_timeout_s, f"{names} to come back before the pool sleeps"
+            )
+
+    async def resume(self, version: int) -> None:
+        """Engines first, gate last. A pool that sleeps wakes, with the weights it has or last loaded.
+
+        Raises StaleWeightsError unless the pool holds `version`. Idempotent.
+        """
+        async with self._control:
+            if version != self._version:
+                raise StaleWeightsError(f"cannot serve version {version}: the pool holds {self._version}")
+            if self._asleep:
+                await self._load_every_up()
+            await self._on_every_up("resume", self._rollout.pause_timeout_s, version)
+            self._paused, self._mode, self._asleep = False, None, False
+            for worker in self._workers:
+                worker.account(working=True)
+        await self._notify()
+
+    async def load_weights(self, manifest: Manifest, buckets: list[ray.ObjectRef]) -> list[WeightReport]:
+        """Load a version into every live worker; what each of them says it holds afterwards. A pool that sleeps wakes.
+
+        A worker that dies meanwhile catches up when it is back. Raises WeightError if one holds something
+        else than was sent, and NoWorkersError if none comes back in time to hold it.
+        """
+        deadline = time.monotonic() + self._sync_timeout_s
+        async with self._control:
+            self._weights, self._version = _Weights(manifest, buckets), manifest.version
+            self._asleep = False
+        await self._notify()
+        while True:
+            async with self._control:
+                reports = await self._load_every_up()
+            if reports:
+                return reports
+            await self._pick(deadline)
+
+    async def _load_every_up(self) -> list[WeightReport]:
+        """The pool's version, into workers that hold another or none."""
+        assert self._weights is not None, "the pool has a version"
+        sent = self._weights
+        reports = await self._on_every_up("load_weights", self._sync_timeout_s, sent.manifest, *sent.buckets)
+        for report in reports:
+            self._verify(report)
+        return reports
+
+    async def canary(self, prompt_ids: IntArray) -> list[tuple[str, FloatArray]]:
+        """(worker, logprobs of the prompt's tokens) for every live worker, also while paused. Raises RaypostError
+        while the pool sleeps."""
+        async with self._control:
+            if self._asleep:
+                raise RaypostError(
+                    "the pool sleeps and has lent its devices: load a version, or resume it, first"
+                )
+            return await self._on_every_up("canary", self._sync_timeout_s, prompt_ids, named=True)
+
+    def _verify(self, report: WeightReport) -> None:
+        assert self._weights is not None, "weights are verified only after they were set"
+        sent = self._weights.manifest
+        if (report.version, report.digest) != (sent.version, sent.digest):
+            raise WeightError(
+                f"{report.worker} holds version {report.version} with digest {report.digest}, but version "
+                f"{sent.version} with digest {sent.digest} was sent"
+            )
+
+    async def _on_every_up(self, method: str, timeout_s: float, *args: Any, named: bool = False) -> list[Any]:
+        """Call every UP worker; those that died are sent to recovery, other errors are raised after all ended."""
+        up = [worker for worker in self._workers if worker.state is WorkerState.UP]
+        calls = [
+            within(getattr(worker.handle, method).remote(*args), timeout_s, f"{worker.name}.{method}")
+            for worker in up
+        ]
+        outcomes = await asyncio.gather(*calls, return_exceptions=True)
+        results, errors = [], []
+        for worker, outcome in zip(up, outcomes, strict=True):
+            if isinstance(outcome, GONE):
+                await self._lost(worker, outcome)
+            elif isinstance(outcome, BaseException):
+                errors.append(outcome)
+            else:
+                results.append((worker.name, outcome) if named else outcome)
+        if errors:
+            raise errors[0]
+        return results
+
+    # ---------------------------------------------------------------- death and return
+
+    async def _lost(self, worker: PoolWorker, error: BaseException) -> None:
+        if worker.state is not WorkerState.UP:
+            return
+        worker.state = WorkerState.DOWN
+        log.warning(
+            "%s is gone (%s); it restarts and catches up before it serves", worker.name, type(error).__name__
+        )
+        worker.recovering = asyncio.create_task(self._recover(worker), name=f"recover {worker.name}")
+
+    async def _recover(self, worker: PoolWorker) -> None:
+        """Bring a worker back, with the pool's version. Gives up after RECOVERY_TRIES."""
+        for attempt in range(1, RECOVERY_TRIES + 1):
+            try:
+                await self._bring_back(worker)
+                log.warning("%s serves version %s again", worker.name, self._version)
+                return
+            # Whatever keeps it away: an error that ended this task would leave the pool waiting for it.
+            except Exception as error:
+                log.warning(
+                    "%s did not come back (try %d of %d): %s", worker.name, attempt, RECOVERY_TRIES, error
+                )
+                await asyncio.sleep(min(30.0, 0.5 * 2**attempt))
+        log.error("%s stays out of the pool after %d tries", worker.name, RECOVERY_TRIES)
+        if not any(w.state is WorkerState.UP or (w is not worker and w.recovering) for w in self._workers):
+            self._failure = NoWorkersError(f"no rollout worker is left: {worker.name} did not come back")
+        worker.recovering = None
+        await self._notify()
+
+    async def _bring_back(self, worker: PoolWorker) -> None:
+        await self._until_awake(worker)
+        worker.starting = True
+        try:
+            await self._start_engine(worker)
+            async with self._control:
+                await self._catch_up(worker)
+                worker.state = WorkerState.UP
+                worker.restarts += 1
+        finally:
+            worker.starting = False
+            await self._notify()
+
+    async def _until_awake(self, worker: PoolWorker) -> None:
+        # Without a deadline: the devices are lent for as long as whoever let the pool sleep needs them.
+        if self._asleep:
+            log.warning("%s comes back when the pool wakes: its device is lent", worker.name)
+        async with self._changed:
+            await self._changed.wait_for(lambda: not self._asleep)
+
+    async def _start_engine(self, worker: PoolWorker) -> dict[str, Any]:
+        timeout_s = self._rollout.start_timeout_s
+        return await within(worker.handle.start.remote(), timeout_s, f"the engine of {worker.name} to start")
+
+    async def _catch_up(self, worker: PoolWorker) -> None:
+        if self._mode is not None:
+            pause = worker.handle.pause.remote(self._mode)
+            await within(pause, self._deadlines.pool_s, f"{worker.name} to pause")
+        if self._weights is None:
+            return
+        load = worker.handle.load_weights.remote(self._weights.manifest, *self._weights.buckets)
+        self._verify(await within(load, self._sync_timeout_s, f"{worker.name} to catch up"))
+        if not self._paused:
+            resume = worker.handle.resume.remote(self._version)
+            await within(resume, self._rollout.pause_timeout_s, f"{worker.name} to resume")
+
+    async def _notify(self) -> None:
+        async with self._changed:
+            self._changed.notify_all()
+
+    # ---------------------------------------------------------------- what can be seen
+
+    async def states(self) -> dict[str, str]:
+        """State of every worker by name."""
+        return {worker.name: str(worker.state) for worker in self._workers}
+
+    async def stats(self) -> list[WorkerStats]:
+        """Statistics of the live workers."""
+        return await self._on_every_up("stats", self._rollout.pause_timeout_s)
+
+    async def drain_spans(self) -> list[Span]:
+        """Intervals in which each worker had requests, since the last call."""
+        for worker in self._workers:
+            if worker.busy_since is not None:
+                worker.account(working=True)
+        return [span for worker in self._workers for span in worker.spans.drain()]
+
+    async def shutdown(self) -> None:
+        """End recoveries and engines. Workers that do not answer are the caller's to kill."""
+        for worker in self._workers:
+            if worker.recovering is not None:
+                worker.recovering.cancel()
+        await asyncio.gather(
+            *(within(w.handle.shutdown.remote(), 10, f"{w.name} to shut down") for w in self._workers),
+            return_exceptions=True,
+        )

@@ -1,0 +1,287 @@
+"""One vLLM AsyncLLM in raypost's terms: requests and results as arrays, versions as numbers.
+
+Owns the translation to and from vLLM, the sending half of a weight transfer (the receiving half is
+vllm_weights.py), and which of the engine's memory sleeps. Owns no other state: when to pause, load or serve is the
+rollout worker's.
+
+Imports vLLM, which reads the environment: import this module only after the environment is set.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Literal
+
+import numpy as np
+from vllm import SamplingParams
+from vllm.config import WeightTransferConfig
+from vllm.distributed.weight_transfer.base import WeightTransferInitRequest, WeightTransferUpdateRequest
+from vllm.engine.arg_utils import AsyncEngineArgs
+from vllm.exceptions import VLLMClientError
+from vllm.inputs.engine import tokens_input
+from vllm.logprobs import FlatLogprobs
+from vllm.outputs import CompletionOutput, RequestOutput
+from vllm.sampling_params import RequestOutputKind
+from vllm.v1.engine.async_llm import AsyncLLM
+from vllm.v1.engine.exceptions import EngineGenerateError
+
+from actors.rollout.vllm_weights import BACKEND, WeightExtension
+from raypost.config.engine import EngineConfig
+from raypost.errors import AlignmentError, WeightError
+from raypost.types import (
+    EVALUATION_PRIORITY,
+    NO_VERSION,
+    FloatArray,
+    GenerateRequest,
+    GenerateResult,
+    IntArray,
+    SampleParams,
+)
+from raypost.weights.manifest import Bytes, Manifest
+
+REAP_TIMEOUT_S = 5.0
+"""For a killed process to disappear."""
+
+Memory = Literal["weights", "kv_cache"]
+"""What of the device's memory an engine lends and takes back, as vLLM calls it."""
+
+CANARY_PRIORITY = EVALUATION_PRIORITY - 1
+
+__all__ = ["Engine"]
+
+
+class Engine:
+    """A started engine. Every method but the constructor belongs to one event loop."""
+
+    def __init__(self, model_path: str, config: EngineConfig, seed: int) -> None:
+        """Start the engine's processes; blocks for seconds. Weights are random until the first load."""
+        on_cpu = config.device == "cpu"
+        self._config = config
+        self._asleep: set[Memory] = set()
+        self._llm = AsyncLLM.from_engine_args(
+            AsyncEngineArgs(
+                model=model_path,
+                # Weights always come from the trainer, so no time is spent reading others from disk.
+                load_format="dummy",
+                skip_tokenizer_init=True,
+                generation_config="vllm",
+                dtype=config.dtype,
+                seed=seed,
+                max_model_len=config.max_model_len,
+                max_num_seqs=config.max_num_seqs,
+                scheduling_policy="priority",
+                tensor_parallel_size=config.tensor_parallel_size,
+                distributed_executor_backend="uni" if config.tensor_parallel_size == 1 else "mp",
+                enforce_eager=config.enforce_eager,
+                enable_sleep_mode=config.sleep_mode,
+                gpu_memory_utilization=config.gpu_memory_utilization,
+                kv_cache_memory_bytes=int(config.kv_cache_gb * 2**30) if on_cpu else None,
+                # Of the distribution sampled from: log softmax(logits / temperature), as in training.
+                logprobs_mode="processed_logprobs",
+                disable_log_stats=True,
+                weight_transfer_config=WeightTransferConfig(backend=BACKEND),
+                worker_extension_cls=f"{WeightExtension.__module__}.{WeightExtension.__qualname__}",
+            )
+        )
+        self._vocab_size = int(self._llm.model_config.get_vocab_size())
+
+    @property
+    def vocab_size(self) -> int:
+        """A token id from here on would end the engine."""
+        return self._vocab_size
+
+    async def prepare(self) -> list[int]:
+        """Tie the engine's processes to this one; their ids."""
+        me = os.getpid()
+        await self._llm.init_weight_transfer_engine(WeightTransferInitRequest({"owner_pid": me}))
+        families = await self._llm.collective_rpc("process_ids")
+        return sorted({pid for family in families for pid in family} - {me})
+
+    async def warm_up(self) -> None:
+        """Generate once: the first generation costs seconds."""
+        await self._run(np.zeros(2, np.int32), _sampling(SampleParams(max_tokens=2)), "warm-up")
+
+    async def generate(self, request: GenerateRequest) -> GenerateResult:
+        """Run one request to its end or to an abort; a request that vLLM refuses is an "error" result.
+
+        Raises what vLLM raises when the engine is dead. Cancelling it aborts the request in the engine.
+        """
+        try:
+            sampling = _sampling(request.sample_params)
+            final = await self._run(request.token_ids, sampling, request.request_id, request.priority)
+        except (VLLMClientError, EngineGenerateError) as error:
+            return GenerateResult.nothing(
+                "error", error=f"{request.request_id}: {error.__cause__ or error!s}"
+            )
+        return _result(final.outputs[0], request.request_id)
+
+    async def prompt_logprobs(self, prompt_ids: IntArray, resume: bool = False) -> FloatArray:
+        """Log softmax of the logits at every token of the prompt but the first; length P - 1.
+
+        It goes before everything else in the engine. `resume` resumes a paused engine once it is queued, so
+        that what lies frozen there does not take all the places first; the caller pauses again.
+        """
+        params = SamplingParams(
+            max_tokens=1,
+            prompt_logprobs=0,
+            flat_logprobs=True,
+            detokenize=False,
+            output_kind=RequestOutputKind.FINAL_ONLY,
+        )
+        prompt = tokens_input(prompt_ids.tolist())
+        queue = await self._llm.add_request("prompt-logprobs", prompt, params, priority=CANARY_PRIORITY)
+        try:
+            if resume:
+                await self.resume()
+            final = await queue.get()
+        except BaseException:
+            await self._llm.abort(queue.request_id, internal=True)
+            raise
+        assert isinstance(final, RequestOutput), "a model that generates"
+        flat = final.prompt_logprobs
+        assert isinstance(flat, FlatLogprobs), "flat_logprobs was asked for"
+        return np.asarray(flat.logprobs, np.float32)
+
+    async def _run(
+        self, token_ids: IntArray, params: SamplingParams, request_id: str, priority: int = 0
+    ) -> RequestOutput:
+        final, prompt = None, tokens_input(token_ids.tolist())
+        async for output in self._llm.generate(prompt, params, request_id, priority=priority):
+            final = output
+        assert final is not None, "vLLM ends every request with an output"
+        return final
+
+    async def pause(self, mode: Literal["abort", "keep"], clear_cache: bool = True) -> None:
+        """Abort what is here, or freeze it; then drop all cached keys and values. Later requests queue.
+
+        Returns once the engine is idle. Every step's tokens left the engine with the version they were sampled
+        under before that, so none of them can take on a version that is loaded afterwards.
+        """
+        await self._llm.pause_generation(mode=mode, clear_cache=clear_cache)
+
+    async def resume(self) -> None:
+        """Let requests run again."""
+        await self._llm.resume_generation()
+
+    @property
+    def asleep(self) -> bool:
+        """Whether any of its memory sleeps."""
+        return bool(self._asleep)
+
+    async def sleep(self, keep_weights: bool) -> None:
+        """Lend the memory of a paused engine without requests to others.
+
+        Weights go to main memory, or are forgotten; cached keys and values are dropped. Without
+        `EngineConfig.sleep_mode`, on CPU for instance, nothing is freed, and weights that are forgotten are there but
+        count as none.
+        """
+        if not keep_weights:
+            await self._llm.collective_rpc("forget_weights")
+        if "weights" not in self._asleep:
+            self._asleep = {"weights", "kv_cache"}
+            # vLLM's levels: 1 copies the weights to main memory, 2 drops them.
+            await self._llm.sleep(level=1 if keep_weights else 2, mode="abort")
+
+    async def wake(self, *memory: Memory) -> None:
+        """Take memory back, all of it unless named. vLLM lets requests run as soon as none sleeps any more."""
+        woken = [one for one in sorted(self._asleep, reverse=True) if not memory or one in memory]
+        if woken:
+            await self._llm.wake_up(list(woken))
+            self._asleep.difference_update(woken)
+
+    async def load(self, manifest: Manifest, buckets: Sequence[Bytes]) -> None:
+        """Bring a version into a paused engine. Raises what vLLM raises, the cause in the text.
+
+        Frozen requests lose their keys and values, which the old weights made: vLLM preempts them, and when
+        they go on, it first runs prompt and response so far through the new weights.
+        """
+        bases = set(await self._llm.collective_rpc("held_base"))
+        # A base that the engine keeps is not copied again.
+        first = manifest.base_buckets if manifest.base and bases == {manifest.base} else 0
+        with _shared(buckets[first:]) as paths:
+            update = {"manifest": manifest.encoded(), "paths": paths}
+            await self._llm.start_weight_update()
+            await self._llm.update_weights(WeightTransferUpdateRequest(update))
+            await self._llm.finish_weight_update(weight_version=str(manifest.version))
+        await self._llm.reset_prefix_cache(reset_running_requests=True)
+
+    async def held(self) -> tuple[int, str, bool]:
+        """(version, digest, touched) as the process with the model says. WeightError if ranks differ."""
+        answers = {tuple(answer) for answer in await self._llm.collective_rpc("held_weights")}
+        if len(answers) != 1:
+            raise WeightError(f"the ranks of one engine hold different weights: {sorted(answers)}")
+        return answers.pop()
+
+    @property
+    def is_dead(self) -> bool:
+        """Whether the engine's processes are gone."""
+        return self._llm.errored
+
+    def shutdown(self) -> None:
+        """End the engine's processes, without the seconds a graceful end takes: they hold nothing to save."""
+        children = multiprocessing.active_children()
+        self._llm.shutdown(timeout=0.0)
+        for child in children:
+            child.join(REAP_TIMEOUT_S)
+
+
+@contextmanager
+def _shared(buckets: Sequence[Bytes]) -> Iterator[list[str]]:
+    """Paths under which another process of this user can map copies of the buckets.
+
+    Memory files have no name: whatever ends this process, none of them stays behind.
+    """
+    files: list[int] = []
+    try:
+        for bucket in buckets:
+            files.append(os.memfd_create("raypost-weights"))
+            rest = bucket.data
+            while rest:
+                rest = rest[os.write(files[-1], rest) :]
+        yield [f"/proc/{os.getpid()}/fd/{file}" for file in files]
+    finally:
+        for file in files:
+            os.close(file)
+
+
+def _sampling(params: SampleParams) -> SamplingParams:
+    # No seed: one per request ends the CPU engine. No text, and no stop token but those given by id.
+    return SamplingParams(
+        max_tokens=params.max_tokens,
+        temperature=params.temperature,
+        top_p=params.top_p,
+        top_k=params.top_k,
+        stop_token_ids=list(params.stop_token_ids),
+        ignore_eos=True,
+        logprobs=0,
+        flat_logprobs=True,
+        detokenize=False,
+        output_kind=RequestOutputKind.FINAL_ONLY,
+    )
+
+
+def _result(output: CompletionOutput, request_id: str) -> GenerateResult:
+    """Tokens with their logprobs and versions. Raises AlignmentError if a token lacks either."""
+    ids = np.asarray(output.token_ids, np.int32)
+    flat = output.logprobs
+    assert flat is None or isinstance(flat, FlatLogprobs), "flat_logprobs was asked for"
+    # An aborted request may carry the logprob of a token that it does not return.
+    logprobs = np.asarray(flat.logprobs[: len(ids)] if flat is not None else [], np.float32)
+    versions = np.full(len(ids), NO_VERSION, np.int32)
+    for span in output.weight_versions or []:
+        versions[span.start : span.end] = int(span.version)
+    if len(logprobs) != len(ids) or (versions == NO_VERSION).any():
+        raise AlignmentError(
+            f"{request_id}: the engine returned {len(ids)} tokens with {len(logprobs)} logprobs and the "
+            f"versions {output.weight_versions}"
+        )
+    return GenerateResult(
+        response_ids=ids,
+        logprobs=logprobs,
+        policy_versions=versions,
+        finish_reason=output.finish_reason or "error",
+        worker="",
+    )

@@ -1,0 +1,308 @@
+"""The half of a weight transfer that runs inside vLLM's worker process.
+
+Owns what happens there from mapped bytes to a model that uses them, and the record of what the model holds.
+Imported by vLLM through `worker_extension_cls`, which also registers the transfer engine. What the rollout
+worker sends is the manifest and a path of shared memory a bucket; bytes never pass through an RPC.
+
+    start_weight_update   nothing: the old weights stay in use until the new bytes are verified
+    update_weights        map -> verify digests, names, shapes -> layerwise reload of what differs, adapters added
+    finish_weight_update  finalize -> pack heads again -> record what the model holds
+
+The base that adapters are added to stays mapped: it is sent, verified and kept once, outside the model.
+
+Invariants: the model is touched only after every byte was verified; `held` is the only record of what the model
+holds, and says nothing unless the model is whole; what is not loaded again has the content that `held` says.
+"""
+
+from __future__ import annotations
+
+import logging
+import mmap
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+from math import prod
+from typing import Any
+
+import numpy as np
+import torch
+from transformers import AutoModelForCausalLM
+from vllm.config import VllmConfig, WeightTransferConfig, set_current_vllm_config
+from vllm.distributed.weight_transfer import WeightTransferEngineFactory
+from vllm.distributed.weight_transfer.base import (
+    WeightTransferEngine,
+    WeightTransferInitInfo,
+    WeightTransferUpdateInfo,
+)
+from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
+from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
+from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
+
+from actors.engine_life import end_with
+from raypost.errors import WeightError
+from raypost.weights.low_rank import merged
+from raypost.weights.manifest import Bytes, Manifest, TensorEntry, bytes_of, check_factors, verify
+from raypost.weights.names import CheckpointNames
+
+BACKEND = "raypost"
+"""Name under which vLLM's WeightTransferConfig selects this engine."""
+
+
+@dataclass
+class OwnerInfo(WeightTransferInitInfo):
+    """Sent once: the process of the rollout worker, without which this one must not go on."""
+
+    owner_pid: int
+
+
+@dataclass
+class PublishedVersion(WeightTransferUpdateInfo):
+    """Sent for each version: its manifest, encoded, and one path a bucket; without those of a base that is held."""
+
+    manifest: str
+    paths: list[str]
+
+
+@dataclass(frozen=True, slots=True)
+class Held:
+    """What the model holds: a version, and the content of each tensor that it was loaded from."""
+
+    version: int
+    digest: str
+    contents: dict[str, str]
+
+
+@dataclass(frozen=True, slots=True)
+class Base:
+    """Verified weights that adapters are added to."""
+
+    digest: str
+    buckets: list[Bytes]
+
+
+class SharedMemoryEngine(WeightTransferEngine[OwnerInfo, PublishedVersion]):
+    """Loads versions from shared memory of the same machine."""
+
+    init_info_cls = OwnerInfo
+    update_info_cls = PublishedVersion
+    supports_draft_weight_update = False
+
+    def __init__(
+        self,
+        config: WeightTransferConfig,
+        vllm_config: VllmConfig,
+        device: torch.device,
+        model: torch.nn.Module,
+    ) -> None:
+        super().__init__(config, vllm_config, device, model)
+        self.held: Held | None = None
+        self.base: Base | None = None
+        self.touched = False
+        """True from the first change of the model until all of the version is in place."""
+        self._loading: Manifest | None = None
+        self._loaded: list[TensorEntry] = []
+        self._kernels: list[tuple[Any, Any]] = []
+        """Layers of experts and the kernels they had before the load."""
+        self._padded: set[tuple[str, int]] = set()
+        """Modules that are larger than all that a version has for them, such as embeddings of a padded vocabulary."""
+        # vLLM may have made the model's own class one of its modules, which are made under its configuration only.
+        with set_current_vllm_config(vllm_config):
+            self._shapes = _checkpoint_shapes(self.model_config.hf_config)
+        # It warns at every sync about a tied head, which has no tensor of its own. What is missing is
+        # checked here, and is an error.
+        logging.getLogger("vllm.model_executor.model_loader.reload.layerwise").setLevel(logging.ERROR)
+
+    def init_transfer_engine(self, init_info: OwnerInfo) -> None:
+        """Tie this process's life to the rollout worker's."""
+        end_with(init_info.owner_pid)
+
+    def start_weight_update(self) -> None:
+        """Nothing: see the module."""
+
+    def update_weights(self, update_info: dict[str, Any]) -> None:
+        """Load one version. Raises WeightError and keeps the old weights when it is not what was sent."""
+        self.receive_weights(self.parse_update_info(update_info))
+        if self.device.type != "cpu":
+            torch.accelerator.synchronize()
+
+    def receive_weights(self, update_info: PublishedVersion) -> None:
+        """Verify, then reload layer by layer what the model does not hold. Raises WeightError naming the tensor."""
+        manifest, buckets = Manifest.decoded(update_info.manifest), [_map(path) for path in update_info.paths]
+        self._check_tensors(manifest)
+        known = ""
+        if self.base is not None and len(buckets) < len(manifest.bucket_sizes):
+            known, buckets = self.base.digest, self.base.buckets + buckets
+        verify(manifest, buckets, known)
+        self.base = Base(manifest.base, buckets[: manifest.base_buckets]) if manifest.base else None
+        contents = {} if self.held is None else self.held.contents
+        self.held, self.touched, self._loading = None, True, manifest
+        self._load(manifest, buckets, contents)
+
+    def _load(self, manifest: Manifest, buckets: list[Bytes], contents: dict[str, str]) -> None:
+        """Bring into the model what has another content than `contents`, together with all of its block."""
+        stale = {
+            _block(entry.name) for entry in manifest.tensors if contents.get(entry.name) != entry.content
+        }
+        self._loaded = [entry for entry in manifest.tensors if _block(entry.name) in stale]
+        if not self._loaded:
+            return
+        rest = [entry for entry in manifest.tensors if _block(entry.name) not in stale]
+        if self.device.type == "cpu":
+            self._forget_kernels()
+        initialize_layerwise_reload(self.model)
+        expected = {name for name, _ in self.model.named_parameters()}
+        loaded = self.model.load_weights(self._tensors(self._loaded, buckets))
+        if rest and self._incomplete() - self._padded:
+            # The model joins tensors of several blocks.
+            loaded |= self.model.load_weights(self._tensors(rest, buckets))
+            self._loaded, rest = list(manifest.tensors), []
+        if not rest:
+            self._padded = self._incomplete()
+        missing = sorted(expected - loaded - self._tied_heads())
+        if missing and not rest:
+            raise WeightError(
+                f"version {manifest.version} brought nothing for {missing[0]!r} of the engine's model"
+            )
+
+    def _incomplete(self) -> set[tuple[str, int]]:
+        """Modules of which some elements were loaded and others not, and how many."""
+        infos = ((name, get_layerwise_info(module)) for name, module in self.model.named_modules())
+        return {(name, info.load_numel) for name, info in infos if info.can_load() and info.load_numel > 0}
+
+    def finish_weight_update(self) -> None:
+        """Put the new weights in place and record what the model holds."""
+        if self._loading is None:
+            raise WeightError("nothing was loaded since the last update: send a version first")
+        if self._loaded:
+            finalize_layerwise_reload(self.model, self.model_config)
+        for method, kernel in self._kernels:
+            method.moe_kernel = method.moe_kernel or kernel
+        self._kernels.clear()
+        if any(_block(entry.name) == entry.name for entry in self._loaded):
+            self._pack_heads()
+        contents = {entry.name: entry.content for entry in self._loading.tensors}
+        self.held, self.touched = Held(self._loading.version, self._loading.digest, contents), False
+        self._loading = None
+
+    def _forget_kernels(self) -> None:
+        """Make layers of experts set up anew what is loaded: a kernel they have lets them leave weights unpacked."""
+        for module in self.model.modules():
+            method: Any = getattr(module, "quant_method", None)
+            if getattr(method, "moe_kernel", None) is not None:
+                self._kernels.append((method, method.moe_kernel))
+                method.moe_kernel = None
+
+    def _pack_heads(self) -> None:
+        """A head tied to the embedding keeps a packed copy of it on CPU, which a reload does not refresh."""
+        for module in self.model.modules():
+            if isinstance(module, ParallelLMHead):
+                module.quant_method.process_weights_after_loading(module)
+
+    def shutdown(self) -> None:
+        """Nothing to release: mappings end with the update that made them."""
+
+    def _check_tensors(self, manifest: Manifest) -> None:
+        sent = {entry.name: entry for entry in manifest.tensors}
+        for name, shape in self._shapes.items():
+            if name not in sent:
+                raise WeightError(
+                    f"version {manifest.version} lacks tensor {name!r} {shape}: publish all of them"
+                )
+            if sent[name].shape != shape:
+                raise WeightError(
+                    f"version {manifest.version}: tensor {name!r} has shape {sent[name].shape}, the engine's "
+                    f"model has {shape}: use one model configuration for both"
+                )
+        for name, entry in sent.items():
+            if name not in self._shapes:
+                raise WeightError(
+                    f"version {manifest.version} has tensor {name!r}, which the engine's model lacks"
+                )
+            factors = () if entry.added is None else (entry.added.down, entry.added.up)
+            for part in (entry, *factors):
+                if part.nbytes != prod(part.shape) * _dtype(part).itemsize:
+                    raise WeightError(
+                        f"version {manifest.version}: tensor {part.name!r} has {part.nbytes} bytes, not those of "
+                        f"{part.dtype} {part.shape}"
+                    )
+            check_factors(manifest.version, entry)
+
+    def _tensors(
+        self, entries: list[TensorEntry], buckets: list[Bytes]
+    ) -> Iterator[tuple[str, torch.Tensor]]:
+        """What the model is to hold, one at a time: a merged matrix exists only while it is loaded."""
+        for entry in entries:
+            tensor = _tensor(entry, buckets)
+            if entry.added is not None:
+                parts = (_tensor(part, buckets) for part in (entry.added.down, entry.added.up))
+                down, up = (part.to(self.device) for part in parts)
+                tensor = merged(tensor.to(self.device), down, up, entry.added.scale)
+            yield entry.name, tensor
+
+    def _tied_heads(self) -> set[str]:
+        if not getattr(self.model_config.hf_config, "tie_word_embeddings", False):
+            return set()
+        modules = self.model.named_modules()
+        return {f"{name}.weight" for name, module in modules if isinstance(module, ParallelLMHead)}
+
+
+class WeightExtension:
+    """Methods added to vLLM's worker, for `collective_rpc`. Answers come from the process with the model."""
+
+    weight_transfer_engine: SharedMemoryEngine
+
+    def process_ids(self) -> tuple[int, int]:
+        """This worker's process and its parent."""
+        return os.getpid(), os.getppid()
+
+    def forget_weights(self) -> None:
+        """What the model holds counts as no version, until one is loaded."""
+        self.weight_transfer_engine.held = None
+
+    def held_weights(self) -> tuple[int, str, bool]:
+        """(version, digest, touched): what the model holds, or -1 and ""; whether it is half loaded."""
+        engine = self.weight_transfer_engine
+        held = engine.held or Held(-1, "", {})
+        return held.version, held.digest, engine.touched
+
+    def held_base(self) -> str:
+        """Digest of the weights that adapters are added to here; empty for none."""
+        base = self.weight_transfer_engine.base
+        return "" if base is None else base.digest
+
+
+def _checkpoint_shapes(hf_config: Any) -> dict[str, tuple[int, ...]]:
+    """Names and shapes of the tensors a trainer of this model publishes; tied ones once."""
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(hf_config)
+    return CheckpointNames(model).shapes
+
+
+def _block(name: str) -> str:
+    """What is loaded together: an engine joins tensors of one part of a layer, such as its queries, keys and values."""
+    path = name.split(".")
+    number = next((i for i, part in enumerate(path) if part.isdigit()), None)
+    return name if number is None else ".".join(path[: number + 2])
+
+
+def _map(path: str) -> Bytes:
+    with open(path, "rb") as file:
+        size = os.fstat(file.fileno()).st_size
+        # Private and writable: PyTorch refuses read-only memory, and no write reaches the sender's bytes.
+        memory = mmap.mmap(file.fileno(), size, flags=mmap.MAP_PRIVATE, prot=mmap.PROT_READ | mmap.PROT_WRITE)
+    return np.frombuffer(memory, np.uint8)
+
+
+def _dtype(entry: TensorEntry) -> torch.dtype:
+    dtype = getattr(torch, entry.dtype, None)
+    if not isinstance(dtype, torch.dtype):
+        raise WeightError(f"tensor {entry.name!r} has dtype {entry.dtype!r}, which PyTorch does not know")
+    return dtype
+
+
+def _tensor(entry: TensorEntry, buckets: list[Bytes]) -> torch.Tensor:
+    return torch.from_numpy(bytes_of(entry, buckets)).view(_dtype(entry)).reshape(entry.shape)
+
+
+if BACKEND not in WeightTransferEngineFactory._registry:
+    WeightTransferEngineFactory.register_engine(BACKEND, SharedMemoryEngine)

@@ -1,0 +1,358 @@
+"""RolloutWorker: one vLLM engine that serves only the weights it was told to serve.
+
+Owns the gate in front of the engine and the order of pause, sleep, load and resume; how an engine starts, ends and
+is stopped is engine_life.py's and engine_pause.py's. Owns no routing and no retries: those are the pool's.
+
+    start -> load_weights -> resume -> generate ... -> pause -> load_weights -> resume -> generate ...
+                                                    -> pause -> sleep -> load_weights -> resume -> ...
+
+    pause      requests in the engine                       requests that come while paused
+    abort      end now, with the tokens they have           "abort" without tokens, in every mode: the pool
+    keep       freeze in it; go on after `resume`           has paused too, and whoever sent them sends them
+    wait       run to their end, else are aborted           again after `resume`
+
+An engine that sleeps has lent its device to others. Nobody wakes it by name: `load_weights` wakes the memory of the
+weights, `resume` and `canary` all of it. On CPU the same rules hold, but no memory is freed.
+
+Invariants: no request reaches the engine while the gate is closed; the gate opens only when the engine itself
+says that it holds the version; after `pause` the engine generates nothing, and unless it was "keep" no request
+is in it; a pause is never softened before `resume`; only a paused engine without requests sleeps, and one that
+gave up its weights holds no version; an engine left half loaded never serves and is built anew by the next load.
+
+Every method runs on the actor's one event loop: an actor with concurrency groups would have one loop a
+group, and an engine belongs to one loop. placement.MAX_CONCURRENCY keeps control calls from queueing behind
+generations.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from actors.engine_life import EngineLife
+from actors.remote import CallBatches
+from actors.rollout.engine_pause import EnginePause
+from actors.rollout.open_requests import OpenRequests
+from raypost.config import PauseMode
+from raypost.config.engine import EngineConfig
+from raypost.errors import EngineLostError, RaypostError, StaleWeightsError, WaitTimeoutError, WeightError
+from raypost.pause import PauseDeadlines
+from raypost.types import (
+    NO_VERSION,
+    FloatArray,
+    GenerateRequest,
+    GenerateResult,
+    IntArray,
+    WeightReport,
+    WorkerStats,
+)
+from raypost.weights.manifest import Bytes, Manifest
+
+if TYPE_CHECKING:
+    from actors.rollout.vllm_engine import Engine, Memory
+
+__all__ = ["EngineConfig", "RolloutWorker"]
+
+log = logging.getLogger(__name__)
+
+
+class RolloutWorker(CallBatches):
+    """One engine behind a gate. Every method is idempotent."""
+
+    def __init__(self, name: str, model_path: str, engine: EngineConfig, worker_index: int) -> None:
+        """`model_path` is a folder with a config.json; weights in it are not read. Workers differ in seed."""
+        super().__init__()
+        self._name, self._model_path, self._config = name, model_path, engine
+        self._seed = engine.seed + worker_index
+        self._life = EngineLife(name, engine, self._make_engine)
+        self._broken: str | None = None
+        self._open = False
+        self._control = asyncio.Lock()
+        self._requests = OpenRequests()
+        self._pause = EnginePause(name, PauseDeadlines(engine.pause_timeout_s), self._requests, self._life)
+        self._version = NO_VERSION
+        self._generated_tokens = 0
+        self._started_at = time.monotonic()
+
+    def __repr__(self) -> str:
+        return self._name
+
+    # ---------------------------------------------------------------- life
+
+    async def start(self) -> dict[str, Any]:
+        """Start the engine and warm it up; it serves nothing yet. {pid, engine_pids, init_s}.
+
+        Raises RaypostError if the engine does not come up.
+        """
+        async with self._control:
+            if self._life.engine is None:
+                await self._build()
+            return self._life.info
+
+    def _make_engine(self) -> Engine:
+        # vLLM reads the environment when it is imported.
+        from actors.rollout.vllm_engine import Engine
+
+        return Engine(self._model_path, self._config, self._seed)
+
+    async def _build(self) -> None:
+        try:
+            engine = await self._life.build()
+            await engine.pause("abort")
+        except Exception as error:
+            self._discard()
+            raise RaypostError(
+                f"the engine of {self._name} did not start: {error} (its log says more)"
+            ) from error
+        self._broken, self._pause.confirmed = None, True
+
+    async def shutdown(self) -> None:
+        """End the engine's processes. The actor itself is the caller's to end."""
+        self._open = False
+        async with self._control:
+            await self._end()
+
+    async def _end(self) -> None:
+        """Give the engine up, if there is one, and end what is open in it."""
+        await self._give_back()
+        self._discard()
+
+    async def _give_back(self) -> None:
+        """End what is open in an engine that is given up; one that does not answer takes it along."""
+        if self._life.engine is not None and len(self._requests):
+            with contextlib.suppress(WaitTimeoutError):
+                self._pause.overrule("abort")
+                await self._pause.stop(self._life.engine)
+
+    def _discard(self) -> None:
+        self._open, self._version = False, NO_VERSION
+        self._life.discard()
+
+    # ---------------------------------------------------------------- generation
+
+    async def generate(self, request: GenerateRequest) -> GenerateResult:
+        """Continue `request.token_ids`. Ended by a pause: "abort" with the tokens so far; none if it came then.
+
+        A request that cannot be run is an "error" result without tokens. Cancelling the call aborts it. Raises
+        EngineLostError before `start`.
+        """
+        engine = self._usable()
+        if not self._open:
+            return GenerateResult.nothing("abort", self._name)
+        problem = self._problem(request, engine.vocab_size)
+        if problem is not None:
+            return GenerateResult.nothing("error", self._name, problem)
+        ticket = self._requests.enter(request.request_id)
+        try:
+            result = await self._life.alive(engine.generate(request))
+        finally:
+            self._requests.leave(ticket)
+        self._generated_tokens += len(result.response_ids)
+        return replace(result, worker=self._name)
+
+    def _problem(self, request: GenerateRequest, vocab_size: int) -> str | None:
+        """What would end the engine, or cut the response short in silence."""
+        ids, wanted, bound = request.token_ids, request.sample_params.max_tokens, self._config.max_model_len
+        asked = f"{request.request_id}: {len(ids)} tokens given and {wanted} wanted"
+        if len(ids) < 1 or wanted < 1:
+            return f"{asked}; both must be at least 1"
+        if len(ids) + wanted > bound:
+            return f"{asked} exceed max_model_len {bound}"
+        if ids.min() < 0 or ids.max() >= vocab_size:
+            return f"{asked}, but ids {ids.min()} to {ids.max()} exceed the vocabulary of {vocab_size}"
+        return None
+
+    # ---------------------------------------------------------------- pause, weights, resume
+
+    async def pause(self, mode: PauseMode = "abort") -> None:
+        """Close the gate, then stop the engine as `mode` says; the module tells what becomes of requests.
+
+        abort and wait return when no request is left, keep when the engine has stopped and every token it made
+        carries its version. A stricter mode (wait < keep < abort) overrules the pause in force, one under way
+        included; a gentler one changes nothing. "wait" says what still runs after half of `pause_timeout_s`,
+        and aborts it. Raises WaitTimeoutError if that does not end it either; the gate stays closed.
+        """
+        self._open = False
+        self._pause.overrule(mode)
+        async with self._control:
+            # A resume that was under way when the gate closed has opened it again.
+            self._open = False
+            self._pause.overrule(mode)
+            engine = self._life.engine
+            if engine is not None and not engine.asleep:
+                await self._pause.stop(engine)
+
+    async def sleep(self, keep_weights: bool) -> None:
+        """Lend the engine's device to others until something wakes it. Idempotent; without an engine nothing is lent.
+
+        Keys and values are dropped; the weights are kept in main memory, or dropped with the version they were. An
+        engine that is half loaded ends instead: the next load builds it anew. Raises RaypostError unless the engine is
+        paused without a request in it.
+        """
+        async with self._control:
+            engine = self._life.engine
+            if engine is None:
+                return
+            if self._open or not self._pause.confirmed:
+                raise RaypostError(
+                    f"{self._name} is serving version {self._version}: pause it before it sleeps"
+                )
+            if len(self._requests):
+                raise RaypostError(
+                    f"{self._name} has {self._requests}, frozen by a pause: pause it with 'abort' before it sleeps"
+                )
+            if self._broken is not None:
+                return await self._end()
+            if not keep_weights:
+                self._version = NO_VERSION
+            with self._whole("falling asleep"):
+                await self._life.alive(engine.sleep(keep_weights))
+
+    @contextlib.contextmanager
+    def _whole(self, doing: str) -> Iterator[None]:
+        """Within, the engine counts as broken: it stays so if anything ends this early, a cancellation included."""
+        self._broken = f"{doing} was interrupted"
+        try:
+            yield
+        except Exception as error:
+            self._broken = f"{doing} failed: {error}"
+            raise WeightError(
+                f"{self._name}: {self._broken}; the next load builds its engine anew"
+            ) from error
+        self._broken = None
+
+    async def resume(self, version: int) -> None:
+        """Serve `version`: engine first, gate last. Frozen requests go on, and an engine that sleeps wakes.
+
+        Raises StaleWeightsError if the engine itself says it holds another, or none since it gave up its weights when
+        it fell asleep, and WeightError if it is half loaded.
+        """
+        async with self._control:
+            engine = self._usable()
+            held, _, _ = await self._life.alive(engine.held())
+            if held != version:
+                raise StaleWeightsError(
+                    f"{self._name} holds version {held} and was asked to serve {version}: load it"
+                )
+            await self._wake(engine)
+            self._pause.confirmed = False
+            await self._life.alive(engine.resume())
+            self._pause.over()
+            self._open = True
+
+    async def _wake(self, engine: Engine, *memory: Memory) -> None:
+        """Take memory back, all of it unless named; nothing to do while none sleeps."""
+        if engine.asleep:
+            with self._whole("waking"):
+                await self._life.alive(engine.wake(*memory))
+
+    async def load_weights(self, manifest: Manifest, *buckets: Bytes) -> WeightReport:
+        """Bring a version into the paused engine; what the engine then says it holds.
+
+        Frozen requests stay, and after `resume` their whole prefix runs through the new weights first. Of an engine
+        that sleeps, the memory of the weights wakes. The version already held is acknowledged without loading. An
+        engine left half loaded is built anew first, and what was frozen in it comes back as from an abort. Raises
+        StaleWeightsError for an older version, WeightError naming the tensor for bytes that are not what was
+        published; what was held before then stays, unless the engine broke, which `resume` refuses.
+        """
+        async with self._control:
+            if self._life.engine is not None and not self._pause.confirmed:
+                raise WeightError(f"{self._name} is serving version {self._version}: pause it before loading")
+            if self._life.engine is None or self._broken is not None:
+                log.warning("%s builds its engine anew: %s", self._name, self._broken or "it has none")
+                await self._end()
+                await self._build()
+            engine = self._usable()
+            begin = time.monotonic()
+            held, digest, _ = await self._life.alive(engine.held())
+            if manifest.version < held:
+                raise StaleWeightsError(
+                    f"{self._name} holds version {held}: version {manifest.version} is older"
+                )
+            if manifest.version > held:
+                await self._load(engine, manifest, buckets)
+            elif digest != manifest.digest:
+                raise WeightError(
+                    f"{self._name} holds version {held} with digest {digest}, and was sent the same version "
+                    f"with digest {manifest.digest}: publish changed weights as a new version"
+                )
+            return await self._report(engine, time.monotonic() - begin)
+
+    async def _load(self, engine: Engine, manifest: Manifest, buckets: Sequence[Bytes]) -> None:
+        await self._wake(engine, "weights")
+        # As in _whole; but an error that leaves the old weights untouched leaves the engine whole.
+        self._broken, self._version = f"loading version {manifest.version} was interrupted", NO_VERSION
+        try:
+            await self._life.alive(engine.load(manifest, buckets))
+        except Exception as error:
+            self._version, _, touched = await self._life.alive(engine.held())
+            kept = "its old weights are untouched" if self._version >= 0 else "it holds no version"
+            if touched:
+                kept = "its engine is half loaded and must be built anew"
+            self._broken = f"loading version {manifest.version} failed: {error}" if touched else None
+            raise WeightError(
+                f"{self._name} did not load version {manifest.version}: {error}; {kept}"
+            ) from error
+        self._broken, self._version = None, manifest.version
+
+    async def held(self) -> WeightReport:
+        """What the engine says it holds; version -1 for nothing."""
+        async with self._control:
+            return await self._report(self._usable(), 0.0)
+
+    async def _report(self, engine: Engine, load_s: float) -> WeightReport:
+        version, digest, _ = await self._life.alive(engine.held())
+        return WeightReport(version=version, digest=digest, worker=self._name, load_s=load_s)
+
+    async def canary(self, prompt_ids: IntArray) -> FloatArray:
+        """Logprob of every prompt token but the first under the weights held now, also while paused.
+
+        A paused engine runs for it, ahead of all others; what "keep" froze in it takes these steps too.
+        """
+        async with self._control:
+            engine = self._usable()
+            if engine.asleep and self._version == NO_VERSION:
+                raise StaleWeightsError(
+                    f"{self._name} gave up its weights when it fell asleep: load a version"
+                )
+            if not self._pause.confirmed:
+                return await self._life.alive(engine.prompt_logprobs(prompt_ids))
+            frozen = len(self._requests) > 0
+            await self._wake(engine)
+            self._pause.confirmed = False
+            try:
+                return await self._life.alive(engine.prompt_logprobs(prompt_ids, resume=True))
+            finally:
+                # Keys and values made just now are of the weights held now: they may stay.
+                await self._life.alive(engine.pause("keep" if frozen else "abort", clear_cache=not frozen))
+                self._pause.confirmed = True
+
+    def _usable(self) -> Engine:
+        if self._life.engine is None:
+            raise EngineLostError(f"{self._name} has no engine: start it first")
+        if self._broken is not None:
+            raise WeightError(f"{self._name} is half loaded: {self._broken}; load a version again")
+        return self._life.engine
+
+    # ---------------------------------------------------------------- what can be seen
+
+    async def stats(self) -> WorkerStats:
+        """Counters since this worker was made."""
+        return WorkerStats(
+            worker=self._name,
+            version=self._version,
+            running=self._requests.running,
+            generated_tokens=self._generated_tokens,
+            busy_s=self._requests.busy_s,
+            uptime_s=time.monotonic() - self._started_at,
+        )
+
+    async def ping(self) -> str:
+        """The worker's name. Ends this process if the engine is dead."""
+        self._life.check()
+        return self._name

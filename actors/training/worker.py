@@ -1,0 +1,296 @@
+"""TrainerWorker: one rank of the trainer, or of its critic, as an actor.
+
+Owns the rank's environment and process group, its time log, and the lifetime of the weights it published; what it
+computes is raypost.trainer's. It imports torch and deepspeed in `setup`, in its own process.
+
+Invariants: all ranks get the same calls in the same order, since most are collectives; at most two publications
+are alive, the last one and the one being made, beside the base weights that adapters are added to.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import socket
+import struct
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
+
+import ray
+
+from raypost.config import Config
+from raypost.errors import RaypostError
+from raypost.metrics import CHECKPOINT, SYNC, TRAIN, SpanLog
+from raypost.packed import PackedGroups
+from raypost.trainer.batch.train_batch import Column
+from raypost.types import FloatArray, IntArray, Span
+from raypost.weights.manifest import Bytes, Given, Manifest, pack, pack_adapters
+
+if TYPE_CHECKING:
+    from raypost.trainer.algorithm.token_advantages import TokenAdvantages, TokenValues
+    from raypost.trainer.critic_rank import CriticRank
+    from raypost.trainer.policy_rank import PolicyRank
+
+Kind = Literal["policy", "critic"]
+T = TypeVar("T")
+
+CONCURRENCY_GROUPS = {"control": 1}
+"""Spawn TrainerWorker with these: its time log is read while it trains, on a thread of its own."""
+
+
+@dataclass(frozen=True, slots=True)
+class Publication:
+    """One version of the weights in the object store, kept alive by rank 0."""
+
+    manifest: Manifest
+    buckets: list[ray.ObjectRef]
+
+
+class TrainerWorker:
+    """One rank. Everything but `drain_spans` runs on one thread, in the order of the calls."""
+
+    def __init__(self, config: Config, model_path: str, rank: int, kind: Kind = "policy") -> None:
+        """A critic's `config` has `TrainConfig.for_critic` as its `train`."""
+        self._config, self._model_path, self._rank, self._kind = config, model_path, rank, kind
+        self._trained: PolicyRank | CriticRank | None = None
+        self._published: list[Publication] = []
+        self._base: Publication | None = None
+        """What adapters are added to, on rank 0 once it was gathered."""
+        self._base_gathered = False
+        self._spans = SpanLog(repr(self))
+
+    def __repr__(self) -> str:
+        return f"{'trainer' if self._kind == 'policy' else 'critic'}-{self._rank}"
+
+    def rendezvous(self) -> tuple[str, int]:
+        """This node's address and a port that is free on it now: where rank 0 waits for the others."""
+        address = ray.util.get_node_ip_address()
+        with socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET) as probe:
+            probe.bind((address, 0))
+            return address, probe.getsockname()[1]
+
+    def setup(self, master_addr: str, master_port: int) -> dict[str, Any]:
+        """Join the other ranks and build the engine; returns facts about this rank. Repeated: only facts."""
+        if self._trained is None:
+            self._trained = self._build(master_addr, master_port)
+        return {
+            "rank": self._rank,
+            "node": ray.util.get_node_ip_address(),
+            "pid": os.getpid(),
+            "step": self._trained.step,
+        }
+
+    def _build(self, master_addr: str, master_port: int) -> PolicyRank | CriticRank:
+        train = self._config.train
+        os.environ |= {
+            "MASTER_ADDR": master_addr,
+            "MASTER_PORT": str(master_port),
+            "RANK": str(self._rank),
+            "WORLD_SIZE": str(train.num_workers),
+            # Ray shows each actor its own devices only, numbered from 0.
+            "LOCAL_RANK": "0",
+            "LOCAL_SIZE": "1",
+            "DS_ACCELERATOR": self._config.device,
+            "OMP_NUM_THREADS": str(train.threads),
+            "TOKENIZERS_PARALLELISM": "false",
+        }
+        # By itself gloo takes the address of the host's name, which need not be the cluster's network.
+        if interface := _interface_of(ray.util.get_node_ip_address()):
+            os.environ["GLOO_SOCKET_IFNAME"] = interface
+        # DeepSpeed chooses its accelerator when it is imported, from the environment above.
+        from raypost.trainer.critic_rank import CriticRank
+        from raypost.trainer.policy_rank import PolicyRank
+
+        kind = PolicyRank if self._kind == "policy" else CriticRank
+        return kind(self._config, self._model_path, self._rank, train.num_workers)
+
+    @property
+    def _ready(self) -> PolicyRank | CriticRank:
+        trained = self._set_up
+        if trained.is_offloaded:
+            raise RaypostError(f"{self!r} has lent its device to others: call TrainerGroup.reload first")
+        return trained
+
+    @property
+    def _set_up(self) -> PolicyRank | CriticRank:
+        if self._trained is None:
+            raise RaypostError(f"{self!r} is not set up: call TrainerGroup.start first")
+        return self._trained
+
+    @property
+    def _policy(self) -> PolicyRank:
+        from raypost.trainer.policy_rank import PolicyRank
+
+        if not isinstance(self._ready, PolicyRank):
+            raise RaypostError(f"{self!r} is no policy: it has neither logprobs nor published weights")
+        return self._ready
+
+    @property
+    def _critic(self) -> CriticRank:
+        from raypost.trainer.critic_rank import CriticRank
+
+        if not isinstance(self._ready, CriticRank):
+            raise RaypostError(f"{self!r} is no critic: it has no values")
+        return self._ready
+
+    def fit(self, packed: PackedGroups, step: int) -> dict[str, float]:
+        """Train on the batch as `step`; a repeated step is not trained again. A collective."""
+        with self._spans.span(TRAIN):
+            return self._policy.fit(packed, step)
+
+    # What another call needs is a second return of rank 0: its ref is passed on without being read.
+
+    def compute_old_logprobs(self, packed: PackedGroups) -> tuple[None, Column | None]:
+        """Logprobs of the batch's trained tokens under the current weights. A collective."""
+        with self._spans.span(TRAIN):
+            return None, self._of_rank_0(self._policy.compute_old_logprobs(packed))
+
+    def compute_ref_logprobs(self, packed: PackedGroups) -> tuple[None, Column | None]:
+        """The same under the frozen reference. A collective."""
+        with self._spans.span(TRAIN):
+            return None, self._of_rank_0(self._policy.compute_ref_logprobs(packed))
+
+    def compute_values(self, packed: PackedGroups) -> tuple[None, TokenValues | None]:
+        """The critic's value at each trained token, and after what was cut off. A collective."""
+        with self._spans.span(TRAIN):
+            return None, self._of_rank_0(self._critic.compute_values(packed))
+
+    def compute_advantages(
+        self,
+        packed: PackedGroups,
+        old_logprobs: Column | None,
+        ref_logprobs: Column | None,
+        values: TokenValues | None,
+    ) -> tuple[None, TokenAdvantages]:
+        """Advantages of the batch's tokens. No collective: one rank suffices."""
+        with self._spans.span(TRAIN):
+            return None, self._policy.compute_advantages(packed, old_logprobs, ref_logprobs, values)
+
+    def train(
+        self,
+        packed: PackedGroups,
+        step: int,
+        advantages: TokenAdvantages,
+        old_logprobs: Column | None,
+        ref_logprobs: Column | None,
+    ) -> dict[str, float]:
+        """The policy's optimizer steps on a batch; a repeated step is not trained again. A collective."""
+        with self._spans.span(TRAIN):
+            return self._policy.train(packed, step, advantages, old_logprobs, ref_logprobs)
+
+    def train_values(
+        self, packed: PackedGroups, step: int, advantages: TokenAdvantages, values: TokenValues
+    ) -> dict[str, float]:
+        """The critic's; `values`: what `compute_values` gave. A collective."""
+        with self._spans.span(TRAIN):
+            return self._critic.train(packed, step, advantages, values)
+
+    def _of_rank_0(self, result: T) -> T | None:
+        return result if self._rank == 0 else None
+
+    def publish(self, version: int) -> tuple[Manifest, list[ray.ObjectRef]] | None:
+        """Put the weights into the object store as `version`: rank 0 returns them. A collective at ZeRO 3.
+
+        Always gathers, since other ranks take part. The last publication lives on until the next but one, and with
+        `train.lora.sync: adapter` the base weights for as long as this worker, or until it restores a checkpoint.
+        """
+        with self._spans.span(SYNC):
+            # Dropped before the put, the version before the last gives its warm pages to this one.
+            self._published = self._published[-1:]
+            lora, bucket_bytes = self._config.train.lora, self._config.train.bucket_mb * 2**20
+            if lora is None or lora.sync == "merged":
+                made = self._put(self._policy.gather_weights(), lambda all: pack(version, all, bucket_bytes))
+            else:
+                made = self._put_adapters(version, bucket_bytes)
+            if made is None:
+                return None
+            self._published.append(made)
+            return made.manifest, made.buckets
+
+    def _put_adapters(self, version: int, bucket_bytes: int) -> Publication | None:
+        """The adapters, and before the first of them what they are added to."""
+        if not self._base_gathered:
+            self._base = self._put(self._policy.gather_base(), lambda all: pack(version, all, bucket_bytes))
+            self._base_gathered = True
+        base, factors = self._base, self._policy.gather_adapters()
+        if base is None:
+            return self._put(factors, None)
+        scales = self._policy.adapter_scales
+        made = self._put(
+            factors, lambda all: pack_adapters(version, base.manifest, all, scales, bucket_bytes)
+        )
+        return made and Publication(made.manifest, base.buckets + made.buckets)
+
+    def _put(
+        self, weights: Given, make: Callable[[Given], tuple[Manifest, list[Bytes]]] | None
+    ) -> Publication | None:
+        """What `make` makes of the weights, in the object store; nothing on other ranks than 0."""
+        if self._rank != 0 or make is None:
+            assert not list(weights), "only rank 0 receives weights"
+            return None
+        manifest, buckets = make(weights)
+        return Publication(manifest, [ray.put(bucket) for bucket in buckets])
+
+    def canary_logprobs(self, token_ids: IntArray) -> FloatArray:
+        """Logprob of every token but the first at temperature 1, float32. A collective."""
+        return self._policy.canary_logprobs(token_ids)
+
+    def save(self, path: str) -> None:
+        """Write this rank's part of a checkpoint. A collective."""
+        with self._spans.span(CHECKPOINT):
+            self._ready.save(Path(path))
+
+    def load(self, path: str) -> int:
+        """Restore a checkpoint; returns its step. What was published is not valid any more. A collective."""
+        with self._spans.span(CHECKPOINT):
+            self._published.clear()
+            self._base, self._base_gathered = None, False
+            return self._ready.load(Path(path))
+
+    def save_hf(self, path: str, ema: bool = False) -> None:
+        """Write the model, or the moving average of its weights, as a Hugging Face folder. A collective."""
+        with self._spans.span(CHECKPOINT):
+            self._ready.save_hf(Path(path), ema)
+
+    @ray.method(concurrency_group="control")
+    def drain_spans(self) -> list[Span]:
+        """Time spent training, publishing and saving since the last call."""
+        return self._spans.drain()
+
+    def offload(self) -> None:
+        """Lend the device to others: its states go to main memory, and calls that need them are refused. Idempotent.
+
+        What stays on a GPU is what CUDA and NCCL take themselves. On CPU nothing is freed: the same calls are refused,
+        and the states are copied within main memory.
+        """
+        self._set_up.offload()
+
+    def reload(self) -> None:
+        """Take the device back, with the states as they were. Idempotent."""
+        self._set_up.reload()
+
+    def close(self) -> None:
+        """Leave the process group, so that no peer waits for this rank."""
+        if self._trained is not None:
+            self._trained.close()
+            self._trained = None
+
+
+_SIOCGIFADDR = 0x8915
+"""Linux: the IPv4 address of a network interface."""
+
+
+def _interface_of(address: str) -> str | None:
+    """Name of this node's network interface with that IPv4 address, or None."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        for _, name in socket.if_nameindex():
+            request = struct.pack("256s", name.encode()[:15])
+            try:
+                found = fcntl.ioctl(probe.fileno(), _SIOCGIFADDR, request)[20:24]
+            except OSError:
+                continue  # An interface without an IPv4 address.
+            if socket.inet_ntoa(found) == address:
+                return name
+    return None

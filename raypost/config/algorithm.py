@@ -1,0 +1,195 @@
+"""The configuration of the algorithm: advantage, loss, off-policy correction. Part of config.py's schema.
+
+Every name that says `or module:function` takes a function by import path; its signature is in the module that
+calls it (advantage.py, losses.py).
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Literal
+
+from pydantic import Field, model_validator
+
+from raypost.config.tasks import ConfigModel, PoolConfig
+
+KlKind = Literal["k1", "k2", "k3"]
+Level = Literal["token", "sequence", "geometric"]
+
+ADVANTAGES = (
+    "grpo", "dr_grpo", "rloo", "opo", "pass_at_k", "mc",
+    "reinforce_pp", "reinforce_pp_baseline", "gae",
+)  # fmt: skip
+"""Names of `train.advantage.kind`."""
+LOSSES = ("ppo", "gspo", "cispo")
+"""Names of `train.loss.kind`."""
+
+
+class AdvantageConfig(ConfigModel):
+    """How much better than expected a trajectory, or a token, was."""
+
+    kind: str = "grpo"
+    """grpo, dr_grpo (no division by the deviation), rloo, opo, pass_at_k, mc, reinforce_pp,
+    reinforce_pp_baseline, gae (needs a critic), or module:function."""
+    min_group_size: Annotated[int, Field(ge=1)] | None = None
+    """Trainable members below which a group is left out; null: as few as the kind can compare."""
+    std_eps: Annotated[float, Field(gt=0)] = 1e-6
+    """Added to a standard deviation, so that nearly equal rewards do not explode."""
+    unbiased_std: bool = True
+    """Whether a group's variance divides by its size - 1."""
+    k: Annotated[int, Field(ge=2)] = 4
+    """With pass_at_k: attempts of which the best counts. A group needs more members."""
+    discount: Annotated[float, Field(gt=0, le=1)] = 1.0
+    """gamma per trained token, with reinforce_pp and gae."""
+    gae_lambda: Annotated[float, Field(ge=0, le=1)] = 0.95
+    """0 trusts the critic, 1 the rewards."""
+    whiten: bool | None = None
+    """Whether the advantages of a batch's tokens are brought to mean 0 and deviation 1; null: as the kind is
+    defined, which is yes with reinforce_pp, reinforce_pp_baseline and gae."""
+    session_reward: Literal["last", "sum", "mean", "max"] = "last"
+    """What a session of several trajectories is worth, from their rewards; it counts as one member."""
+    overlong_buffer: Annotated[int, Field(ge=0)] = 0
+    """Tokens before a response's limit in which the reward falls (DAPO); 0: it does not."""
+    overlong_penalty: Annotated[float, Field(gt=0)] = 1.0
+    """What it has fallen by at the limit."""
+
+    @property
+    def smallest_group(self) -> int:
+        """Members from which a group has an advantage."""
+        if self.min_group_size is not None:
+            return max(self.min_group_size, self._comparable)
+        return self._comparable
+
+    @property
+    def _comparable(self) -> int:
+        if self.kind == "pass_at_k":
+            return self.k + 1
+        return 1 if self.kind in ("reinforce_pp", "gae") or ":" in self.kind else 2
+
+    @property
+    def whitens(self) -> bool:
+        """`whiten`, or what the kind is defined as."""
+        if self.whiten is not None:
+            return self.whiten
+        return self.kind in ("reinforce_pp", "reinforce_pp_baseline", "gae")
+
+    @model_validator(mode="after")
+    def _kind_exists(self) -> AdvantageConfig:
+        _check_kind("advantage.kind", self.kind, ADVANTAGES)
+        return self
+
+
+class KlConfig(ConfigModel):
+    """The divergence from a frozen reference model, which is loaded only if the coefficient is positive."""
+
+    coefficient: Annotated[float, Field(ge=0)] = 0.0
+    kind: KlKind = "k3"
+    """Estimator of KL(policy || reference) at a token: k1 = d, k2 = d^2 / 2, k3 = exp(-d) - 1 + d, where d is the
+    policy's logprob minus the reference's. The gradient of k1 in the loss is 0 on average: use it in the reward."""
+    unbiased: bool = False
+    """In the loss: multiply the estimate by the ratio of policy and proximal policy, whose gradient makes that of k1
+    and k3 the gradient of the divergence."""
+    place: Literal["loss", "reward"] = "loss"
+    """loss: a term with a gradient. reward: subtracted from each token's reward."""
+    pool: PoolConfig | None = None
+    """Engines that compute the reference's logprobs, at temperature 1 and without top_p or top_k only; null: the ranks
+    do, with a copy of it laid out as the policy."""
+
+    @model_validator(mode="after")
+    def _is_used(self) -> KlConfig:
+        if self.unbiased and self.place == "reward":
+            raise ValueError("kl.unbiased is about a gradient, but kl.place is 'reward': leave it out")
+        if self.pool is not None and not self.coefficient:
+            raise ValueError(
+                f"kl.pool is {self.pool.name!r}, but kl.coefficient is 0, so that there is no reference: raise it, or "
+                "leave pool out"
+            )
+        return self
+
+
+class LossConfig(ConfigModel):
+    """What the policy minimises."""
+
+    kind: str = "ppo"
+    """ppo (clipped ratio of each token), gspo (of each sequence), cispo (capped ratio without gradient times
+    the logprob), or module:function."""
+    clip_low: Annotated[float, Field(gt=0, le=1)] = 0.2
+    """Lower clip of the ratio, as 1 - clip_low; with 1 there is none."""
+    clip_high: Annotated[float, Field(gt=0)] = 0.28
+    """Upper clip of the ratio, as 1 + clip_high."""
+    dual_clip: Annotated[float, Field(gt=1)] | None = None
+    """Bound of the ratio where the advantage is negative; null: none."""
+    aggregation: Literal["token", "sequence", "constant"] = "token"
+    """token: mean over the minibatch's tokens. sequence: mean over its trajectories of their token means.
+    constant: sum over its tokens, divided by trajectories times `constant_length` (Dr.GRPO)."""
+    constant_length: Annotated[int, Field(ge=1)] | None = None
+    """Tokens, with aggregation `constant`; null: the largest max_tokens of a task."""
+    kl: KlConfig = KlConfig()
+    entropy_coefficient: float = 0.0
+    """Weight of the mean entropy, in nats a token, which is subtracted from the loss."""
+    value_clip: Annotated[float, Field(gt=0)] | None = 0.2
+    """Distance from the value before the step at which the critic's value is clipped; null: it is not."""
+
+    @model_validator(mode="after")
+    def _kind_exists(self) -> LossConfig:
+        _check_kind("loss.kind", self.kind, LOSSES)
+        if self.dual_clip is not None and self.dual_clip <= 1 + self.clip_high:
+            raise ValueError(
+                f"dual_clip is {self.dual_clip}, not above 1 + clip_high = {1 + self.clip_high}: it would cut what "
+                "the clip allows; use more, for instance 3"
+            )
+        return self
+
+
+class BoundsConfig(ConfigModel):
+    """Bounds of the ratio exp(proximal - rollout logprob), which is 1 where both agree."""
+
+    level: Level = "token"
+    """token: its own ratio. sequence: the product of its sequence's. geometric: their geometric mean."""
+    lower: Annotated[float, Field(ge=0, le=1)] | None = None
+    """null: none."""
+    upper: Annotated[float, Field(ge=1)] | None
+    """null: none."""
+
+    @model_validator(mode="after")
+    def _bounds_differ(self) -> BoundsConfig:
+        if self.lower is not None and self.lower == self.upper:
+            raise ValueError(f"lower and upper are both {self.lower}: no ratio would be left")
+        return self
+
+
+class CorrectionConfig(ConfigModel):
+    """What is done about data that another policy sampled than the one that is trained on it."""
+
+    proximal: Literal["recompute", "interpolate", "rollout"] = "recompute"
+    """Policy that the loss's ratio is taken against. recompute: the trainer's before the step. interpolate: between
+    the rollout's and the current one by each token's staleness, without a forward pass. rollout: the one that
+    sampled, which leaves nothing to correct but the ratio itself."""
+    weight: BoundsConfig | None = BoundsConfig(upper=2.0)
+    """Importance weight of a token, cut at these bounds (truncated importance sampling); null: every weight is 1."""
+    reject: BoundsConfig | None = None
+    """Tokens or sequences outside these bounds are not trained (masked importance sampling); null: all are."""
+    veto: Annotated[float, Field(gt=0, lt=1)] | None = None
+    """A sequence with a token whose ratio is below is not trained; null: all are."""
+    staleness_power: Annotated[float, Field(ge=0)] = 0.0
+    """Weights are divided by (1 + staleness) to this power."""
+
+
+class SftConfig(ConfigModel):
+    """Supervised examples that every train step learns beside the batch."""
+
+    path: Path
+    """JSONL file, {"prompt": ..., "response": ...} a line."""
+    samples: Annotated[int, Field(ge=1)]
+    """Examples a train step."""
+    chat: bool = False
+    """Wrap each prompt in the tokenizer's chat template as one user message."""
+    coefficient: Annotated[float, Field(gt=0)] = 0.1
+    """Weight of their mean cross entropy, in nats a token, in the loss."""
+
+
+def _check_kind(field: str, kind: str, known: tuple[str, ...]) -> None:
+    if kind not in known and ":" not in kind:
+        raise ValueError(
+            f"{field} is {kind!r}; there are {', '.join(known)}, or an import path module:function"
+        )

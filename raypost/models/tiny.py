@@ -1,0 +1,251 @@
+"""The model of the quickstart: made here, and warmed up so far that it knows more than it does.
+
+Owns a tokenizer for sums, a Llama of some 0.3 million parameters, and a short supervised warm-up on sums of
+one-digit numbers. The warm-up shows both answers off the top of the head and worked ones, the former ever
+more often:
+
+    State the final answer to the following arithmetic problem: 4 + 3 - 9 + 5 =     4 + 3 - 9 + 5 =
+     3                                                                              7 - 9 + 5 =
+                                                                                    -2 + 5 =
+                                                                                    3
+
+So the model can work a sum out, mostly blurts, and is then mostly wrong: what reinforcement learning has to
+find out is that working pays, and to make the working reliable.
+
+Does not own where models are kept (models.py does). Invariant: no problem that is held out for evaluation
+occurs in the warm-up.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import logging
+import random
+import re
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from raypost.config import SourceConfig
+from raypost.data.prompts import gym_dataset, is_held_out
+from raypost.errors import ConfigError
+
+if TYPE_CHECKING:
+    from torch import Tensor
+    from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
+
+log = logging.getLogger(__name__)
+
+REVISION = 1
+"""Raised when the same recipe makes another model, so that cached ones are not taken for it."""
+
+DATASET = "chain_sum"
+"""The only reasoning-gym dataset that the model's vocabulary can read."""
+
+MAX_POSITIONS = 256
+"""Longest prompt and response together, tokens."""
+
+PAD, EOS, UNKNOWN = "<pad>", "<eos>", "<unk>"
+
+_PIECES = re.compile(r"\d|\D+")
+"""A digit is a token, and so is everything between two digits, such as " + "."""
+
+_IGNORED = -100
+"""Target that cross entropy leaves out."""
+
+
+@dataclass(frozen=True, slots=True)
+class TinyRecipe:
+    """How the model is made. What is given under `model.options` replaces these."""
+
+    hidden_size: int = 128
+    intermediate_size: int = 256
+    num_layers: int = 2
+    num_heads: int = 4
+    """Heads of `hidden_size / num_heads` dimensions: engines on CPU want 32, 64 or 128."""
+    terms: int = 4
+    """Numbers in a sum."""
+    steps: int = 600
+    """Optimizer steps of the warm-up."""
+    batch_size: int = 64
+    """Sums a step."""
+    learning_rate: float = 3e-3
+    """Highest rate; it rises over 20 steps and then falls linearly to almost nothing."""
+    blurt_share: float = 0.9
+    """Share of answers without working at the end of the warm-up; it grows from 0."""
+
+    @classmethod
+    def from_options(cls, options: dict[str, Any]) -> TinyRecipe:
+        """Raises ConfigError for an option that does not exist or has another type or an impossible value."""
+        defaults = {f.name: f.default for f in dataclasses.fields(cls)}
+        for name, value in options.items():
+            if name not in defaults:
+                raise ConfigError(
+                    f"model.options has no {name!r} for the tiny model: it has {', '.join(defaults)}"
+                )
+            wanted = type(defaults[name])
+            number = isinstance(value, int | float) and not isinstance(value, bool)
+            if not number or (wanted is int and not isinstance(value, int)) or value < 0:
+                raise ConfigError(
+                    f"model.options.{name} must be a non-negative {wanted.__name__}, got {value!r}"
+                )
+        recipe = cls(**options)
+        recipe._check()
+        return recipe
+
+    def _check(self) -> None:
+        for name in ("hidden_size", "intermediate_size", "num_layers", "num_heads", "batch_size"):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"model.options.{name} must be at least 1, got {getattr(self, name)}")
+        if self.terms < 2:
+            raise ConfigError(
+                f"model.options.terms must be at least 2, got {self.terms}: one number is no sum"
+            )
+        if self.blurt_share > 1:
+            raise ConfigError(f"model.options.blurt_share must be at most 1, got {self.blurt_share}")
+        if self.hidden_size % self.num_heads or self.hidden_size // self.num_heads not in (32, 64, 128):
+            raise ConfigError(
+                f"model.options: hidden_size {self.hidden_size} / num_heads {self.num_heads} must be 32, 64 or 128"
+            )
+
+
+def make_tiny(recipe: TinyRecipe, seed: int, folder: Path) -> None:
+    """Make and warm up the model, and write it with its tokenizer into `folder`. Takes under a minute."""
+    tokenizer = build_tokenizer(recipe)
+    model = _warm_up(recipe, seed, tokenizer)
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+
+
+def build_tokenizer(recipe: TinyRecipe) -> PreTrainedTokenizerFast:
+    """A tokenizer whose words are the digits and the pieces of text between digits in sums and answers."""
+    from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    entries = itertools.islice(problems(recipe, seed=0), 1000)
+    texts = [text for e in entries for text in (e["question"], blurted(e), worked(e))]
+    pieces = {piece for text in texts for piece in _PIECES.findall(text)} | set("0123456789")
+    vocabulary = {token: i for i, token in enumerate([PAD, EOS, UNKNOWN, *sorted(pieces)])}
+    backend = Tokenizer(models.WordLevel(vocabulary, unk_token=UNKNOWN))
+    backend.pre_tokenizer = pre_tokenizers.Split(Regex(_PIECES.pattern), behavior="isolated")
+    backend.decoder = decoders.Fuse()
+    return PreTrainedTokenizerFast(
+        tokenizer_object=backend,
+        eos_token=EOS,
+        pad_token=PAD,
+        unk_token=UNKNOWN,
+        clean_up_tokenization_spaces=False,
+    )
+
+
+def problems(recipe: TinyRecipe, seed: int) -> Iterator[dict[str, Any]]:
+    """Sums of one-digit numbers for ever, none of them held out."""
+    params = {"min_terms": recipe.terms, "max_terms": recipe.terms, "min_digits": 1, "max_digits": 1}
+    source = SourceConfig(kind="reasoning_gym", dataset=DATASET, params=params, size=10**9)
+    dataset = gym_dataset(source, seed, part=2)
+    for index in range(len(dataset)):
+        entry = dataset[index]
+        if not is_held_out(entry["question"]):
+            yield entry
+
+
+def blurted(entry: dict[str, Any]) -> str:
+    """The answer alone."""
+    return f" {entry['answer']}"
+
+
+def worked(entry: dict[str, Any]) -> str:
+    """The sum made one number shorter a line, until the answer is left."""
+    first, *rest = entry["metadata"]["expression"].split()
+    total, lines = int(first), []
+    while rest:
+        sign, number, *rest = rest
+        total += int(number) if sign == "+" else -int(number)
+        lines.append(" ".join([str(total), *rest]))
+    return "\n" + " =\n".join(lines)
+
+
+def _warm_up(recipe: TinyRecipe, seed: int, tokenizer: PreTrainedTokenizerFast) -> LlamaForCausalLM:
+    import torch
+
+    stream, rng, start = problems(recipe, seed), random.Random(seed), time.monotonic()
+    threads = torch.get_num_threads()
+    # One thread: a second gains a quarter, but a busy neighbour then costs several times as much.
+    torch.set_num_threads(1)
+    try:
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(seed)
+            model = _new_model(recipe, tokenizer)
+            optimizer = torch.optim.AdamW(model.parameters(), lr=0.0, betas=(0.9, 0.98), weight_decay=0.0)
+            for step in range(recipe.steps):
+                blurts = recipe.blurt_share * step / recipe.steps
+                texts = [
+                    (entry["question"], (blurted if rng.random() < blurts else worked)(entry))
+                    for entry in itertools.islice(stream, recipe.batch_size)
+                ]
+                inputs_BL, targets_BL = _batch(tokenizer, texts)
+                rate = recipe.learning_rate * min((step + 1) / 20, max(0.02, 1 - step / recipe.steps))
+                loss = _optimize(model, optimizer, rate, inputs_BL, targets_BL)
+                if step % 100 == 0 or step == recipe.steps - 1:
+                    spent = time.monotonic() - start
+                    log.info(
+                        "tiny: warm-up step %d of %d, loss %.3f, %.0f s", step + 1, recipe.steps, loss, spent
+                    )
+    finally:
+        torch.set_num_threads(threads)
+    return model
+
+
+def _new_model(recipe: TinyRecipe, tokenizer: PreTrainedTokenizerFast) -> LlamaForCausalLM:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    config = LlamaConfig(
+        vocab_size=len(tokenizer),
+        hidden_size=recipe.hidden_size,
+        intermediate_size=recipe.intermediate_size,
+        num_hidden_layers=recipe.num_layers,
+        num_attention_heads=recipe.num_heads,
+        num_key_value_heads=recipe.num_heads,
+        max_position_embeddings=MAX_POSITIONS,
+        tie_word_embeddings=False,
+        pad_token_id=tokenizer.pad_token_id,
+        eos_token_id=tokenizer.eos_token_id,
+        bos_token_id=None,
+    )
+    return LlamaForCausalLM(config)
+
+
+def _batch(tokenizer: PreTrainedTokenizerFast, texts: list[tuple[str, str]]) -> tuple[Tensor, Tensor]:
+    """Inputs and next-token targets [B, L] of (question, response) pairs; only responses are targets."""
+    import torch
+
+    prompts, responses = (
+        [list(ids) for ids in tokenizer([t[i] for t in texts])["input_ids"]] for i in (0, 1)
+    )
+    rows = [p + r + [tokenizer.eos_token_id] for p, r in zip(prompts, responses, strict=True)]
+    shape = (len(rows), max(map(len, rows)))
+    inputs_BL = torch.full(shape, tokenizer.pad_token_id)
+    targets_BL = torch.full(shape, _IGNORED)
+    for b, (prompt, row) in enumerate(zip(prompts, rows, strict=True)):
+        inputs_BL[b, : len(row)] = torch.tensor(row)
+        targets_BL[b, len(prompt) - 1 : len(row) - 1] = torch.tensor(row[len(prompt) :])
+    return inputs_BL, targets_BL
+
+
+def _optimize(model: Any, optimizer: Any, rate: float, inputs_BL: Tensor, targets_BL: Tensor) -> float:
+    """One optimizer step of cross entropy; returns the loss, nats a token."""
+    import torch
+    from torch.nn.functional import cross_entropy
+
+    for group in optimizer.param_groups:
+        group["lr"] = rate
+    logits_BLV = model(input_ids=inputs_BL, use_cache=False).logits
+    loss = cross_entropy(logits_BLV.flatten(0, 1), targets_BL.flatten(), ignore_index=_IGNORED)
+    optimizer.zero_grad()
+    loss.backward()
+    torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    optimizer.step()
+    return float(loss.detach())

@@ -1,0 +1,1 @@
+"""The plan: what a configuration asks of a cluster, what it means for production, and why it cannot work."""

@@ -1,0 +1,307 @@
+"""What refuses a configuration because of its model, its data or its run folder.
+
+Each function returns all problems it finds, each with the value, the bound and the fix; none raises, writes
+or starts anything, and none takes longer than about a second.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import time
+from collections.abc import Callable
+from difflib import get_close_matches
+from pathlib import Path
+from typing import Any
+
+from raypost.config import Config, ModelConfig, TaskConfig, load_config
+from raypost.data.prompts import check_source, held_out, render
+from raypost.data.tokenizer import Tokenizer
+from raypost.errors import ConfigError
+from raypost.judges.reward_model import check_reward_model
+from raypost.models import tiny
+from raypost.models.resolve import SMOLLM2, TINY, check_model
+from raypost.plan.resources import engine_sections
+from raypost.trainer.batch.sft import check_examples
+
+CONFIG_FILE = "config.yaml"
+"""The resolved configuration in a run folder; it tells which run the folder holds."""
+
+PROMPT_CHECK_S = 0.3
+"""How long prompts of a task are tokenised before a run starts, at most."""
+
+
+def identity(config: Config) -> dict[str, Any]:
+    """What makes a run this run: its configuration as plain data, without where its files lie and how far it
+    goes, so that a run can be continued for more steps."""
+    exclude: Any = {"name": True, "runs_dir": True, "model": {"cache_dir"}, "train": {"num_steps"}}
+    return config.model_dump(mode="json", exclude=exclude)
+
+
+def _problem(action: Callable[[], object]) -> list[str]:
+    """What a check raised as ConfigError, as a list."""
+    try:
+        action()
+    except ConfigError as error:
+        return [str(error)]
+    return []
+
+
+def model_problems(config: Config) -> list[str]:
+    """A model that is missing, that the run does not fit, or whose tokenizer cannot end a response."""
+    problems = _problem(lambda: check_model(config.model))
+    folder = _local_folder(config)
+    if config.device == "cpu":
+        problems += [
+            f"{place}.tensor_parallel_size is {of.tensor_parallel_size}, but device is cpu, where an engine is one "
+            "process: use 1"
+            for place, of in engine_sections(config).items()
+            if of.tensor_parallel_size > 1
+        ]
+    if config.model.name == TINY:
+        problems += _fit_problems(config, {"max_position_embeddings": tiny.MAX_POSITIONS})
+    if problems or folder is None:
+        return problems
+    try:
+        problems += _fit_problems(config, json.loads((folder / "config.json").read_text()))
+    except ValueError as error:
+        problems.append(f"{folder / 'config.json'} is no JSON: {error}")
+    return problems
+
+
+def _fit_problems(config: Config, model: dict[str, Any]) -> list[str]:
+    """Sizes of the model that the run does not fit."""
+    problems = []
+    positions, heads = model.get("max_position_embeddings"), model.get("num_attention_heads")
+    ranks = config.rollout.tensor_parallel_size
+    if positions is not None and positions < config.max_model_len:
+        problems.append(
+            f"max_prompt_tokens + max_tokens is {config.max_model_len}, but model {config.model.name} has "
+            f"{positions} positions (max_position_embeddings): lower max_tokens"
+        )
+    if heads is not None and heads % ranks:
+        problems.append(
+            f"rollout.tensor_parallel_size is {ranks}, but model {config.model.name} has {heads} attention "
+            f"heads: use a divisor of {heads}"
+        )
+    return problems
+
+
+def composition_problems(config: Config) -> list[str]:
+    """What the placement cannot do, and a critic that the run does not fit."""
+    problems = []
+    if config.placement == "colocate":
+        problems += _colocate_problems(config)
+    problems += [*_reward_model_problems(config), *_reference_problems(config)]
+    critic = config.train.critic
+    if critic is not None and critic.name is not None:
+        problems += _problem(lambda: check_model(ModelConfig(name=critic.name or "")))
+    if critic is not None and config.train.batch_size % critic.num_workers:
+        problems.append(
+            f"train.batch_size is {config.train.batch_size} groups, not divisible by train.critic.num_workers "
+            f"{critic.num_workers}: use a divisor of {config.train.batch_size}"
+        )
+    return problems
+
+
+def _reward_model_problems(config: Config) -> list[str]:
+    """Reward models that are missing, cannot score, or are never asked."""
+    problems = [
+        f"task {task.name!r}: judge.reward_model is {task.judge.reward_model!r}, but agent_loop.kind is environment, "
+        "which gives the rewards itself and asks no judge: leave the judge out, or use single_turn"
+        for task in config.tasks
+        if task.judge.reward_model is not None and task.agent_loop.kind == "environment"
+    ]
+    for model in config.reward_models:
+        folder = Path(model.model).expanduser()
+        if model.model in (TINY, SMOLLM2):
+            problems.append(
+                f"reward_models {model.name!r}: {model.model} is a language model, which gives no score: use a "
+                "sequence classifier with one output"
+            )
+        elif folder.is_dir():
+            problems += _problem(lambda model=model, folder=folder: check_reward_model(model, folder))  # type: ignore[misc]
+        else:
+            problems += _problem(lambda model=model: check_model(ModelConfig(name=model.model)))  # type: ignore[misc]
+    return problems
+
+
+def _reference_problems(config: Config) -> list[str]:
+    """Engines of a reference that cannot compute what is asked."""
+    kl = config.train.loss.kl
+    problems: list[str] = []
+    if kl.pool is None:
+        return problems
+    for task in config.tasks:
+        sampling = (task.temperature, task.top_p, task.top_k)
+        if sampling != (1.0, 1.0, 0):
+            problems.append(
+                f"task {task.name!r}: temperature, top_p and top_k are {sampling}, but engines compute a reference's "
+                "logprobs at 1, 1 and 0 only: use those, or leave out train.loss.kl.pool, so that the ranks compute"
+            )
+    return problems
+
+
+def _colocate_problems(config: Config) -> list[str]:
+    rollout, train, problems = config.rollout, config.train, []
+    if rollout.pools:
+        names = ", ".join(pool.name for pool in rollout.pools)
+        problems.append(
+            f"placement is colocate, where engines share the ranks' devices, but rollout.pools has {names}: remove "
+            "them, or use placement: separate"
+        )
+    if config.eval.pool is not None:
+        problems.append(
+            f"placement is colocate, where evaluation uses production's engines, but eval.pool is "
+            f"{config.eval.pool.name!r}: remove it, or use placement: separate"
+        )
+    if config.sync.pause_mode == "keep":
+        problems.append(
+            "sync.pause_mode is keep, but a colocated engine gives its memory to the ranks at each step and can "
+            "freeze nothing: use abort or wait"
+        )
+    if config.device == "cpu":
+        return problems
+    if rollout.tensor_parallel_size > 1:
+        problems.append(
+            f"rollout.tensor_parallel_size is {rollout.tensor_parallel_size}, but a colocated engine shares one GPU "
+            "with one rank: use 1, or placement: separate"
+        )
+    ranks = {"rollout.num_workers": rollout.num_workers, "train.num_workers": train.num_workers}
+    if train.critic is not None:
+        ranks["train.critic.num_workers"] = train.critic.num_workers
+    if len(set(ranks.values())) > 1:
+        numbers = ", ".join(f"{name} {number}" for name, number in ranks.items())
+        problems.append(
+            f"placement is colocate, one engine and one rank a GPU, but {numbers}: use equal numbers"
+        )
+    return problems
+
+
+def source_problems(config: Config) -> list[str]:
+    """Sources that do not exist, are empty or malformed, or whose prompts are longer than allowed."""
+    tokenizer = _local_tokenizer(config)
+    problems = []
+    if (sft := config.train.sft) is not None:
+        problems += _problem(lambda: check_examples(sft, tokenizer, config.max_model_len, PROMPT_CHECK_S))
+    for task in config.tasks:
+        try:
+            problems += (
+                _unknown_gym_names(task)
+                or _prompt_problems(task, config, tokenizer)
+                or _unreadable(task, config)
+            )
+        except ConfigError as error:
+            problems.append(str(error))
+    return problems
+
+
+def _unreadable(task: TaskConfig, config: Config) -> list[str]:
+    """A source whose text the model that raypost makes has no words for."""
+    if config.model.name != TINY or (task.source.kind, task.source.dataset) == (
+        "reasoning_gym",
+        tiny.DATASET,
+    ):
+        return []
+    return [
+        f"task {task.name!r}: the model {TINY!r} can read nothing but reasoning-gym's {tiny.DATASET}, and the source "
+        f"is {task.source.dataset!r}: use that, or another model"
+    ]
+
+
+def _unknown_gym_names(task: TaskConfig) -> list[str]:
+    """A dataset, or a parameter of it, that reasoning-gym does not have, with what it has instead."""
+    source = task.source
+    if source.kind != "reasoning_gym":
+        return []
+    # Imported here: it takes a second, which only those who name one of its datasets should pay.
+    from reasoning_gym.factory import DATASETS
+
+    if source.dataset not in DATASETS:
+        near = get_close_matches(source.dataset, DATASETS, n=3)
+        fix = f"did you mean {' or '.join(near)}?" if near else "its names are in its gallery"
+        return [f"task {task.name!r}: reasoning-gym has no dataset {source.dataset!r}: {fix}"]
+    fields = dataclasses.fields(DATASETS[source.dataset][1])
+    known = [field.name for field in fields if field.name not in ("seed", "size")]
+    unknown = [name for name in source.params if name not in known]
+    if unknown:
+        return [
+            f"task {task.name!r}: reasoning-gym's {source.dataset} has no parameter {', '.join(unknown)}: "
+            f"it has {', '.join(known)}"
+        ]
+    return []
+
+
+def _prompt_problems(task: TaskConfig, config: Config, tokenizer: Tokenizer | None) -> list[str]:
+    """Whether the source gives prompts, held-out ones too, and whether the first of them fit."""
+    prompts = check_source(task, config.seed)
+    if config.eval.num_prompts and task.source.kind != "reasoning_gym":
+        held_out(task, config.seed, num_prompts=1)
+    if tokenizer is None:
+        return []
+    deadline, longest = time.monotonic() + PROMPT_CHECK_S, 0
+    for prompt in prompts:
+        longest = max(longest, len(render(prompt, tokenizer, task)))
+        if time.monotonic() > deadline:
+            break
+    if longest <= task.max_prompt_tokens:
+        return []
+    return [
+        f"task {task.name!r}: a prompt of {task.source.dataset} has {longest} tokens, max_prompt_tokens is "
+        f"{task.max_prompt_tokens}: raise it, or ask the source for shorter problems"
+    ]
+
+
+def _local_tokenizer(config: Config) -> Tokenizer | None:
+    """The model's tokenizer, if it is on this machine and whole; what is wrong with it is said elsewhere."""
+    folder = _local_folder(config)
+    try:
+        return Tokenizer.load(folder) if folder else None
+    except ConfigError:
+        return None
+
+
+def _local_folder(config: Config) -> Path | None:
+    """The model's folder where the configuration names one, not a model that raypost makes, nor a hub id."""
+    folder = Path(config.model.name).expanduser()
+    return folder if config.model.name not in (TINY, SMOLLM2) and folder.is_dir() else None
+
+
+def run_dir_problems(config: Config) -> list[str]:
+    """Whether the run's files can be written where they should, over nothing but this run's own."""
+    run_dir = config.run_dir
+    existing = next(folder for folder in (run_dir, *run_dir.parents) if folder.exists())
+    if not existing.is_dir():
+        return [
+            f"run folder {run_dir} cannot be made: {existing} is a file; choose another runs_dir= or name="
+        ]
+    if not os.access(existing, os.W_OK | os.X_OK):
+        return [
+            f"run folder {run_dir} cannot be written: no permission in {existing}; choose another runs_dir="
+        ]
+    file = run_dir / CONFIG_FILE
+    fix = f"choose another name=, or delete {run_dir}"
+    if file.exists():
+        try:
+            other = identity(load_config(file))
+        except ConfigError as error:
+            return [f"run folder {run_dir} holds a run whose {CONFIG_FILE} cannot be read ({error}): {fix}"]
+        different = _differences(other, identity(config))
+        if different:
+            return [f"run folder {run_dir} holds another run ({'; '.join(different[:4])}): {fix}"]
+    elif existing == run_dir and (others := sorted(path.name for path in run_dir.iterdir())):
+        return [f"run folder {run_dir} holds files of no run ({', '.join(others[:4])}): {fix}"]
+    return []
+
+
+def _differences(there: Any, here: Any, place: str = "") -> list[str]:
+    """Where two trees of plain data differ, as `place: value there, value here`."""
+    if isinstance(there, dict) and isinstance(here, dict):
+        keys = [*there, *(key for key in here if key not in there)]
+        pairs = [(f"{place}.{key}", there.get(key), here.get(key)) for key in keys]
+    elif isinstance(there, list) and isinstance(here, list) and len(there) == len(here):
+        pairs = [(f"{place}.{n}", a, b) for n, (a, b) in enumerate(zip(there, here, strict=True))]
+    else:
+        return [] if there == here else [f"{place.lstrip('.')}: {there!r} there, {here!r} here"]
+    return [line for where, a, b in pairs for line in _differences(a, b, where)]

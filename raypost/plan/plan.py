@@ -1,0 +1,214 @@
+"""What a configuration means before anything starts: its placement, its bounds, and why it cannot work.
+
+Owns the arithmetic and the warnings; what refuses a configuration is in config.py (the file alone decides),
+checks.py (model, data, run folder) and resources.py (cluster). Both `raypost plan` and every job call
+`check`. Nothing is written and nothing started.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from dataclasses import dataclass
+from pathlib import Path
+
+from raypost.config import Config
+from raypost.errors import ClusterError, ConfigError
+from raypost.plan.checks import (
+    CONFIG_FILE,
+    composition_problems,
+    identity,
+    model_problems,
+    run_dir_problems,
+    source_problems,
+)
+from raypost.plan.resources import (
+    Bundle,
+    ClusterResources,
+    bundles,
+    describe,
+    name_problems,
+    place,
+    shortages,
+)
+from raypost.plan.schedule import (
+    Bound,
+    bound,
+    horizon,
+    schedule_problems,
+    shares,
+    started_at_once,
+    strategy_warnings,
+    task_limits,
+)
+
+__all__ = ["Bound", "Bundle", "ClusterResources", "Plan", "bundles", "check", "fingerprint"]
+
+
+@dataclass(slots=True, kw_only=True, frozen=True)
+class Placement:
+    """One line of the placement: actors of one role, what each reserves, and where they would land."""
+
+    role: str
+    actors: str
+    count: int
+    resources: str
+    nodes: str
+
+
+@dataclass(slots=True, kw_only=True, frozen=True)
+class Plan:
+    """A configuration that can work, and what it amounts to."""
+
+    run_dir: Path
+    resumes: bool
+    """The run folder holds this very run already: it continues."""
+    fingerprint: str
+    placement: tuple[Placement, ...]
+    staleness: tuple[Bound, ...]
+    batch: tuple[tuple[str, str], ...]
+    """(quantity, value) of the batch arithmetic."""
+    transport: str
+    warnings: tuple[str, ...]
+
+
+def check(config: Config, *, cluster: ClusterResources | None = None) -> Plan:
+    """The plan of `config`, on `cluster` if given.
+
+    Raises ConfigError listing all problems at once; ClusterError if the cluster's resources are the only one.
+    """
+    problems = [*name_problems(config), *model_problems(config), *source_problems(config)]
+    problems += [*composition_problems(config), *run_dir_problems(config), *schedule_problems(config)]
+    lacking = shortages(config, cluster) if cluster else []
+    if cluster and not cluster.elastic:
+        problems += lacking
+    if problems:
+        error = ClusterError if problems == lacking else ConfigError
+        raise error("\n  ".join([f"{len(problems)} problem(s)", *problems]))
+    homes = place(bundles(config), cluster) if cluster else {}
+    return Plan(
+        run_dir=config.run_dir,
+        resumes=(config.run_dir / CONFIG_FILE).exists(),
+        fingerprint=fingerprint(config),
+        placement=tuple(_placement(config, homes)),
+        staleness=tuple(bound(task, config) for task in config.tasks),
+        batch=tuple(_batch(config).items()),
+        transport=_transport(config),
+        warnings=tuple([*_warnings(config), *_cluster_warnings(config, cluster, lacking, homes)]),
+    )
+
+
+def fingerprint(config: Config) -> str:
+    """Identity of a run: equal for configurations that differ only in where its files lie."""
+    return hashlib.sha256(json.dumps(identity(config), sort_keys=True).encode()).hexdigest()[:16]
+
+
+def _placement(config: Config, homes: dict[str, str]) -> list[Placement]:
+    rows: dict[str, list[Bundle]] = {}
+    for bundle in bundles(config):
+        rows.setdefault(bundle.role, []).append(bundle)
+    return [
+        Placement(
+            role=role,
+            actors=members[0].name if len(members) == 1 else f"{members[0].name} .. {members[-1].name}",
+            count=len(members),
+            resources=describe(members[0].resources),
+            nodes=", ".join(dict.fromkeys(homes[m.name] for m in members if m.name in homes)) or "any",
+        )
+        for role, members in rows.items()
+    ]
+
+
+def _requests(config: Config) -> int:
+    """Trajectories in flight at once, at most."""
+    groups = shares(config)
+    return sum(started_at_once(task, groups[task.name], config) * task.group_size for task in config.tasks)
+
+
+def _batch(config: Config) -> dict[str, str]:
+    train, rollout, groups = config.train, config.rollout, shares(config)
+    samples = sum(groups[task.name] * task.group_size for task in config.tasks)
+    tokens = sum(groups[task.name] * task.group_size * task.max_tokens for task in config.tasks)
+    steps_ahead = max(horizon(task, config) for task in config.tasks)
+    slots = rollout.num_engines * rollout.max_num_seqs
+    groups_a_minibatch = train.batch_size // train.num_minibatches
+    split = ", ".join(f"{groups[task.name]} of {task.name} x {task.group_size}" for task in config.tasks)
+    return {
+        "groups a train step": f"{train.batch_size} ({split})",
+        "trajectories a train step": f"{samples}, at most {tokens} response tokens",
+        "groups a rank": f"{train.batch_size // train.num_workers} on {train.num_workers} rank(s)",
+        "optimizer steps a train step": f"{train.num_updates} of {groups_a_minibatch} groups",
+        "trajectories in the whole run": f"{samples * train.num_steps} in {train.num_steps} steps",
+        "requests in flight": f"at most {_requests(config)}, for {slots} slots "
+        f"({rollout.num_engines} worker(s) x max_num_seqs {rollout.max_num_seqs})",
+        "groups produced ahead": f"at most {steps_ahead * train.batch_size} ({steps_ahead} batch(es))",
+    }
+
+
+def _transport(config: Config) -> str:
+    lora = config.train.lora
+    what = "adapters, the base once" if lora is not None and lora.sync == "adapter" else "all weights"
+    return (
+        f"object store: {what}, in buckets of {config.train.bucket_mb} MiB, published once a version, read by "
+        f"{config.rollout.num_engines} worker(s), version and digest verified at every sync"
+    )
+
+
+def _warnings(config: Config) -> list[str]:
+    rollout, train, warnings = config.rollout, config.train, []
+    for task in config.tasks:
+        warnings += [f"task {task.name!r}: {text}" for text in strategy_warnings(task, config)]
+    slots, requests = rollout.num_engines * rollout.max_num_seqs, _requests(config)
+    if requests < slots // 2:
+        warnings.append(
+            f"engines have {slots} slots, but at most {requests} requests are in flight: they idle"
+        )
+    if requests > 4 * slots:
+        warnings.append(f"up to {requests} requests wait for {slots} slots: raise rollout.max_num_seqs")
+    checkpoint, evaluation = config.checkpoint, config.eval
+    if checkpoint.keep_best and checkpoint.interval and evaluation.num_prompts and not evaluation.interval:
+        warnings.append(
+            "checkpoint.keep_best needs scores, but eval.interval is 0, so only the last checkpoint has one: set it to "
+            f"checkpoint.interval {checkpoint.interval}"
+        )
+    thresholds = [limits.stale_threshold for limits in task_limits(config).values()]
+    correction = train.correction
+    uncorrected = correction.weight is None and correction.reject is None and correction.proximal != "rollout"
+    if uncorrected and any(one is None or one > 1 for one in thresholds):
+        warnings.append(
+            "train.correction has neither weight nor reject although trained data may be stale: its mismatch "
+            "stays uncorrected"
+        )
+    if train.loss.kl.pool is not None and config.model.dtype == "bfloat16":
+        warnings.append(
+            "train.loss.kl.pool with model.dtype bfloat16: engines and ranks round differently, so the divergence from "
+            "the reference does not begin at 0"
+        )
+    if config.device == "cuda" and config.model.dtype == "float32":
+        warnings.append(
+            "model.dtype is float32 on GPUs: bfloat16 takes half the memory and is several times faster"
+        )
+    return warnings
+
+
+def _cluster_warnings(
+    config: Config, cluster: ClusterResources | None, lacking: list[str], homes: dict[str, str]
+) -> list[str]:
+    if cluster is None:
+        return ["no cluster was looked at: whether its resources suffice is checked when the job starts"]
+    warnings = [f"the cluster must grow first: {text}" for text in lacking]
+    homeless = [bundle.name for bundle in bundles(config) if bundle.resources and bundle.name not in homes]
+    if homeless and not lacking:
+        warnings.append(
+            f"resources suffice in sum, but {', '.join(homeless)} may find no node with enough left"
+        )
+    rollout, train = config.rollout, config.train
+    of_engines, of_ranks = rollout.num_engines * rollout.threads, train.num_workers * train.threads
+    taking_turns = config.placement == "colocate"
+    threads = max(of_engines, of_ranks) if taking_turns else of_engines + of_ranks
+    if config.device == "cpu" and threads > cluster.total("CPU"):
+        warnings.append(
+            f"engines and ranks use {threads} threads on {cluster.total('CPU'):g} cores: both crawl; lower "
+            "rollout.threads or train.threads"
+        )
+    return warnings

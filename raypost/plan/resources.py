@@ -1,0 +1,299 @@
+"""What the placement asks of a cluster, and whether a cluster has it. Plain data; Ray is not needed.
+
+Owns the resources of every actor (`bundles`: actors are spawned with these very numbers), the description
+of a cluster, and the comparison of both. Does not own which node Ray finally picks: `place` is a forecast.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import urllib.error
+import urllib.request
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from raypost.config import Config, CriticConfig, PoolConfig, RolloutConfig, TrainConfig
+from raypost.errors import ClusterError, ConfigError
+
+Resources = Mapping[str, float]
+"""Amounts under Ray's names: CPU, GPU and custom ones."""
+
+LIGHT_ROLES = (
+    "rollout-controller",
+    "producer",
+    "replay-buffer",
+    "weight-broadcaster",
+    "evaluator",
+    "telemetry",
+)
+"""Roles of which there is one, on whatever time the cores have left."""
+
+EVALUATION_ROLES = ("evaluation-controller", "evaluation-broadcaster", "evaluation-loop")
+"""Roles that evaluation has for itself where it has engines of its own."""
+
+_ENGINE_NAMES = {
+    "rollout_worker": "rollout",
+    "evaluation_worker": "rollout",
+    "reference_worker": "reference",
+    "reward_worker": "reward",
+}
+_OWN_FIELDS = {"CPU": "num_cpus", "GPU": "tensor_parallel_size", "memory": "", "object_store_memory": ""}
+
+
+@dataclass(slots=True, frozen=True)
+class Bundle:
+    """One actor: its role, its name, and what Ray reserves for it on one node."""
+
+    role: str
+    name: str
+    resources: dict[str, float]
+    shares: int | None = None
+    """Number of the device it shares with the others of that number, on one node; None: it has its own."""
+    pool: str = ""
+    """An engine's: name of its pool; empty: the pool that `rollout` describes."""
+
+
+@dataclass(slots=True, frozen=True)
+class ClusterResources:
+    """What each node has, a mapping a node. `elastic`: an autoscaler may add more than is listed."""
+
+    nodes: Sequence[Resources]
+    elastic: bool = False
+
+    def total(self, resource: str) -> float:
+        """Sum over all nodes."""
+        return sum(node.get(resource, 0) for node in self.nodes)
+
+    def largest(self, resource: str) -> float:
+        """Most of it that one node has."""
+        return max((node.get(resource, 0) for node in self.nodes), default=0)
+
+    @classmethod
+    def of_this_machine(cls) -> ClusterResources:
+        """This machine's cores and NVIDIA GPUs as one node."""
+        gpus = len(list(Path("/dev").glob("nvidia[0-9]*")))
+        return cls([{"CPU": len(os.sched_getaffinity(0)), **({"GPU": gpus} if gpus else {})}])
+
+    @classmethod
+    def of_cluster_file(cls, path: Path) -> ClusterResources:
+        """The largest cluster that a Ray cluster file (cluster.yaml) allows. Raises ConfigError."""
+        try:
+            content = yaml.safe_load(path.read_text())
+            head, nodes = content["head_node_type"], []
+            for name, node_type in content["available_node_types"].items():
+                # Ray's own default: the head's type has no workers, any other as many as the cluster may have.
+                workers = node_type.get("max_workers", 0 if name == head else content.get("max_workers", 0))
+                count = int(workers) + (name == head)
+                nodes += [dict(node_type["resources"])] * count
+        except OSError as error:
+            raise ConfigError(f"cannot read cluster file {path}: {error.strerror}") from error
+        except (yaml.YAMLError, KeyError, TypeError, AttributeError, ValueError) as error:
+            raise ConfigError(
+                f"{path} is no Ray cluster file with head_node_type and available_node_types: {error!r}"
+            ) from error
+        return cls(nodes)
+
+    @classmethod
+    def of_dashboard(cls, address: str, token: str | None = None, timeout_s: float = 2.0) -> ClusterResources:
+        """A running cluster's live nodes, asked at its dashboard (http://host:8265). Raises ClusterError."""
+        request = urllib.request.Request(f"{address.rstrip('/')}/api/v0/nodes?detail=1&limit=1000")
+        if token:
+            request.add_header("Authorization", f"Bearer {token}")
+        try:
+            with urllib.request.urlopen(request, timeout=timeout_s) as response:
+                answer: Any = json.load(response)
+            rows = answer["data"]["result"]["result"]
+            return cls([dict(row["resources_total"]) for row in rows if row["state"] == "ALIVE"])
+        except (urllib.error.URLError, OSError, ValueError, KeyError, TypeError) as error:
+            raise ClusterError(
+                f"no cluster answers at {address} within {timeout_s:.0f} s ({error}): give the address "
+                "of its dashboard, and RAY_AUTH_TOKEN or RAY_AUTH_TOKEN_PATH if it wants a token"
+            ) from error
+
+
+def bundles(config: Config) -> list[Bundle]:
+    """Every actor of a run with what it reserves, the driver's own process left out."""
+    critic, pool, reference = config.train.critic, config.eval.pool, config.train.loss.kl.pool
+    shared = config.placement == "colocate"
+    # Ray counts a device that several actors share in parts.
+    gpus = {} if config.device == "cpu" else {"GPU": (round(1 / (3 if critic else 2), 3) if shared else 1)}
+    ranks: list[tuple[str, TrainConfig | CriticConfig]] = [("trainer", config.train)]
+    if critic:
+        ranks.append(("critic", critic))
+    return [
+        *_engines("rollout_worker", config.rollout, config, part=gpus.get("GPU") if shared else None),
+        *(one for pool in config.rollout.pools for one in _engines("rollout_worker", pool, config)),
+        *(_engines("evaluation_worker", pool, config) if pool else ()),
+        *(_engines("reference_worker", reference, config) if reference else ()),
+        *(one for model in config.reward_models for one in _engines("reward_worker", model, config)),
+        *(
+            Bundle(
+                f"{kind}_worker",
+                f"{kind}-{n}",
+                {"CPU": of.num_cpus, **gpus, **of.resources},
+                shares=n if shared else None,
+            )
+            for kind, of in ranks
+            for n in range(of.num_workers)
+        ),
+        *(Bundle("agent_loop", f"agent-loop-{n}", {}) for n in range(config.rollout.agent_workers)),
+        *(Bundle("judge", f"judge-{n}", {}) for n in range(config.rollout.judge_workers)),
+        *(Bundle(name.replace("-", "_"), name, {}) for name in LIGHT_ROLES),
+        *(Bundle(name.replace("-", "_"), name, {}) for name in EVALUATION_ROLES if pool),
+    ]
+
+
+def _engines(
+    role: str, of: RolloutConfig | PoolConfig, config: Config, part: float | None = None
+) -> list[Bundle]:
+    """The workers of one pool; `part`: of a GPU, where each shares one."""
+    gpus = {} if config.device == "cpu" else {"GPU": part or of.tensor_parallel_size}
+    pool = of.name if isinstance(of, PoolConfig) else ""
+    shared = config.placement == "colocate" and isinstance(of, RolloutConfig)
+    return [
+        Bundle(
+            role,
+            f"{_ENGINE_NAMES[role]}{f'-{pool}' if pool else ''}-{n}",
+            {"CPU": of.num_cpus, **gpus, **of.resources},
+            shares=n if shared else None,
+            pool=pool,
+        )
+        for n in range(of.num_workers)
+    ]
+
+
+def shared_devices(config: Config) -> list[dict[str, float]]:
+    """What is reserved together for the actors that share a device, a mapping a device; none where none share."""
+    devices: dict[int, Counter[str]] = {}
+    for bundle in bundles(config):
+        if bundle.shares is not None:
+            devices.setdefault(bundle.shares, Counter()).update(bundle.resources)
+    return [
+        {name: 1.0 if name == "GPU" else amount for name, amount in devices[n].items()}
+        for n in sorted(devices)
+    ]
+
+
+def name_problems(config: Config) -> list[str]:
+    """Custom resources that are none."""
+    problems = []
+    for section, of in _sections(config).items():
+        for name, amount in of.resources.items():
+            if name in _OWN_FIELDS:
+                own = _OWN_FIELDS[name]
+                fix = f"set {section}.{own}" if own in type(of).model_fields else "remove it"
+                problems.append(f"{section}.resources names {name}, which is no custom resource: {fix}")
+            elif amount <= 0:
+                problems.append(
+                    f"{section}.resources asks for {amount:g} {name!r}: use more than 0, or remove it"
+                )
+    names = [pool.name for pool in (*config.rollout.pools, *([config.eval.pool] if config.eval.pool else []))]
+    if len(set(names)) != len(names):
+        problems.append(f"rollout.pools and eval.pool need different names, got {names}: rename one")
+    return problems
+
+
+def engine_sections(config: Config) -> dict[str, RolloutConfig | PoolConfig]:
+    """Where the configuration describes engines, by the place of that part."""
+    pools: dict[str, PoolConfig | None] = {
+        **{f"rollout.pools.{n}": pool for n, pool in enumerate(config.rollout.pools)},
+        **{f"reward_models.{n}": model for n, model in enumerate(config.reward_models)},
+        "eval.pool": config.eval.pool,
+        "train.loss.kl.pool": config.train.loss.kl.pool,
+    }
+    return {"rollout": config.rollout} | {place: pool for place, pool in pools.items() if pool is not None}
+
+
+def _sections(config: Config) -> dict[str, RolloutConfig | PoolConfig | TrainConfig | CriticConfig]:
+    """Where the configuration asks for resources, by the place of that part."""
+    critic = {} if config.train.critic is None else {"train.critic": config.train.critic}
+    return {**engine_sections(config), "train": config.train, **critic}
+
+
+def shortages(config: Config, cluster: ClusterResources) -> list[str]:
+    """What the cluster lacks, in sum or on a single node, with both numbers and the way out."""
+    asked = bundles(config)
+    problems, lacking = [], set()
+    for resource in sorted({name for bundle in asked for name in bundle.resources}):
+        alone = sum(b.resources.get(resource, 0) for b in asked if b.shares is None)
+        need = alone + sum(device.get(resource, 0) for device in shared_devices(config))
+        have = cluster.total(resource)
+        if need > have:
+            lacking.add(resource)
+            counts = Counter((b.role, b.resources[resource]) for b in asked if b.resources.get(resource))
+            parts = ", ".join(f"{count} {role} x {amount:g}" for (role, amount), count in counts.items())
+            problems.append(
+                f"the placement needs {need:g} {resource} ({parts}), the cluster has {have:g}: "
+                + _fix(resource)
+            )
+    for who, resources in _on_one_node(config, asked):
+        if any(_fits(resources, node) for node in cluster.nodes) or lacking & set(resources):
+            continue
+        large = ", ".join(f"{cluster.largest(name):g} {name}" for name in resources)
+        problems.append(
+            f"each {who} needs {describe(resources)} on one node, but no node has that; the most "
+            f"that any node has: {large}: use larger nodes, or lower what one {who} asks for"
+        )
+    return problems
+
+
+def _on_one_node(config: Config, asked: Sequence[Bundle]) -> list[tuple[str, Resources]]:
+    """What must find room on a single node, each kind once, with its name."""
+    kinds: list[tuple[str, Resources]] = [
+        (b.role, b.resources) for b in asked if b.resources and b.shares is None
+    ]
+    kinds += [("shared device", device) for device in shared_devices(config)]
+    return [kind for n, kind in enumerate(kinds) if kind not in kinds[:n]]
+
+
+def place(asked: Sequence[Bundle], cluster: ClusterResources) -> dict[str, str]:
+    """Actor name -> node, largest actors first, each on the first node with room; who finds none is missing.
+
+    Ray decides anew when the job runs; this shows that, and how, it can fit.
+    """
+    free = [dict(node) for node in cluster.nodes]
+    homes = {}
+    heavy = (bundle for bundle in asked if bundle.resources)
+    for bundle in sorted(
+        heavy, key=lambda b: (b.resources.get("GPU", 0), b.resources.get("CPU", 0)), reverse=True
+    ):
+        for number, node in enumerate(free):
+            if _fits(bundle.resources, node):
+                for name, amount in bundle.resources.items():
+                    node[name] -= amount
+                homes[bundle.name] = _node_name(number, cluster.nodes[number])
+                break
+    return homes
+
+
+def describe(resources: Resources) -> str:
+    """Such as `1 CPU, 2 GPU`; `shared time` where nothing is reserved."""
+    return ", ".join(f"{amount:g} {name}" for name, amount in resources.items()) or "shared time"
+
+
+def _fits(resources: Resources, node: Resources) -> bool:
+    return all(node.get(name, 0) >= amount for name, amount in resources.items())
+
+
+def _node_name(number: int, node: Resources) -> str:
+    """The node's address, which Ray lists among its resources, else its place in the list."""
+    address = next(
+        (name for name in node if name.startswith("node:") and not name.startswith("node:__")), None
+    )
+    return address.removeprefix("node:") if address else f"node {number + 1}"
+
+
+def _fix(resource: str) -> str:
+    if resource == "CPU":
+        return (
+            "add nodes, or lower rollout.num_workers, rollout.num_cpus, train.num_workers or train.num_cpus"
+        )
+    if resource == "GPU":
+        return "add nodes, or lower rollout.num_workers, rollout.tensor_parallel_size or train.num_workers"
+    return f"start nodes with --resources '{json.dumps({resource: 1})}', or remove it from the configuration"

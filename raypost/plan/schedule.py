@@ -1,0 +1,249 @@
+"""What a configuration means for production: bounds, quantities, and what cannot work.
+
+Owns the arithmetic that `raypost plan` shows and refuses by. Problems name the inequality that is broken, its
+two numbers and the fix; warnings say what works, but not as one might think.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from raypost.config import Config, TaskConfig
+from raypost.config.imports import load_function
+from raypost.errors import ConfigError
+from raypost.production.allocation import Allocation
+from raypost.production.strategy import AsyncProduceStrategy, build_strategy, oversample_budget
+from raypost.protocols import BufferBounds, TaskLimits
+
+
+@dataclass(slots=True, kw_only=True, frozen=True)
+class Bound:
+    """How old one task's data may be: expired, and never trained, from `threshold` train steps on."""
+
+    task: str
+    strategy: str
+    threshold: int | None
+    """None: nothing expires."""
+    rule: str
+    """How the threshold comes about."""
+    oldest: str
+    """The oldest data that is trained."""
+    beyond: str
+    """What becomes of older data."""
+
+
+def strategy_of(task: TaskConfig, config: Config) -> AsyncProduceStrategy:
+    """The task's strategy. Raises ConfigError if a function it names cannot be imported."""
+    return build_strategy(task.strategy, config.sync.sync_weights_interval)
+
+
+def task_limits(config: Config) -> dict[str, TaskLimits]:
+    """How the replay buffer ages each task's groups."""
+    return {task.name: strategy_of(task, config).limits for task in config.tasks}
+
+
+def buffer_bounds(config: Config) -> BufferBounds:
+    """The replay buffer's high-water marks."""
+    buffer = config.buffer
+    return BufferBounds(buffer.max_groups, int(buffer.max_gb * 2**30), buffer.low_water)
+
+
+def allocation_of(config: Config) -> Allocation:
+    """Groups of each task in the batch of a step. Raises ConfigError if `task_weights` cannot be imported."""
+    function = load_function(config.task_weights, "task_weights") if config.task_weights else None
+    return Allocation(config.tasks, config.train.batch_size, function)
+
+
+def shares(config: Config) -> dict[str, int]:
+    """Groups of each task in the first batch."""
+    return allocation_of(config)(1)
+
+
+def horizon(task: TaskConfig, config: Config) -> int:
+    """Batches of a task that may be worked for or stored at once. Synchronous tasks wait for the consumer."""
+    return strategy_of(task, config).horizon if task.strategy.kind == "async" else 1
+
+
+def started_at_once(task: TaskConfig, groups: int, config: Config) -> int:
+    """Groups of a task in flight at once, at most; `groups` is its share of a batch."""
+    strategy = task.strategy
+    if strategy.kind == "sync":
+        started = groups
+    elif strategy.admission == "capacity":
+        started = groups * horizon(task, config)
+    else:
+        started = groups + oversample_budget(strategy.over_sample_threshold, groups)
+    return min(started, strategy.max_pending) if strategy.max_pending else started
+
+
+def bound(task: TaskConfig, config: Config) -> Bound:
+    """How old the task's data may be."""
+    strategy, interval = strategy_of(task, config), config.sync.sync_weights_interval
+    threshold = strategy.limits.stale_threshold
+    if threshold is None:
+        return Bound(
+            task=task.name,
+            strategy=f"{task.strategy.kind}, by capacity",
+            threshold=None,
+            rule=f"at most {strategy.horizon} batch(es) admitted ahead of the served version",
+            oldest=f"staleness {strategy.horizon - 1} in the mean",
+            beyond="trained: nothing expires",
+        )
+    steps = "on-policy" if threshold == 1 else f"{threshold - 1} step{'s' * (threshold > 2)} old"
+    name = "hard_max_staleness" if strategy.paces else "max_staleness"
+    return Bound(
+        task=task.name,
+        strategy=task.strategy.kind + (", by capacity" if strategy.paces else ""),
+        threshold=threshold,
+        rule=f"({name} {threshold // interval - 1} + 1) x sync_weights_interval {interval}",
+        oldest=f"staleness {threshold - 1}: {steps}",
+        beyond="generated again" if strategy.limits.retry else "dropped",
+    )
+
+
+# ---------------------------------------------------------------- what cannot work
+
+
+def schedule_problems(config: Config) -> list[str]:
+    """What would starve, deadlock, or never expire what it should."""
+    problems = [*_weight_problems(config), *_buffer_problems(config)]
+    for task in config.tasks:
+        problems += [f"task {task.name!r}: {text}" for text in _strategy_problems(task, config)]
+    return problems
+
+
+def _weight_problems(config: Config) -> list[str]:
+    try:
+        allocation = allocation_of(config)
+        changes = {start for task in config.tasks for start in task.weight_schedule}
+        for step in sorted({1, config.train.num_steps, *changes}):
+            allocation(step)
+    except ConfigError as error:
+        return [f"{error}; every step needs a positive weight"]
+    # A user's function may raise anything; it would end the run at that step.
+    except Exception as error:
+        return [f"task_weights {config.task_weights!r} raised {type(error).__name__}: {error}"]
+    return []
+
+
+def _buffer_problems(config: Config) -> Iterator[str]:
+    buffer, batch = config.buffer, config.train.batch_size
+    if buffer.max_groups is None:
+        return
+    if buffer.max_groups < 2 * batch:
+        yield (
+            f"buffer.max_groups {buffer.max_groups} < 2 x train.batch_size {batch}: the batch that is trained stays "
+            f"until it is acknowledged, and the next is collected beside it; use at least {2 * batch}"
+        )
+    for task in config.tasks:
+        trigger = task.strategy.tail_batch_trigger_size
+        if trigger > 0 and trigger + 2 * batch > buffer.max_groups:
+            yield (
+                f"task {task.name!r}: tail_batch_trigger_size {trigger} + 2 x train.batch_size {batch} > "
+                f"buffer.max_groups {buffer.max_groups}: the expired groups that wait for their tail batch would "
+                f"keep the buffer full; raise max_groups to {trigger + 2 * batch} or lower the trigger"
+            )
+
+
+def _strategy_problems(task: TaskConfig, config: Config) -> Iterator[str]:
+    strategy, paced = task.strategy, task.strategy.admission == "capacity"
+    if strategy.kind == "sync" and paced:
+        yield "kind 'sync' works for one step at a time, admission 'capacity' for several: use kind 'async'"
+    if strategy.should_continue is not None and config.placement == "separate":
+        yield (
+            f"should_continue {strategy.should_continue!r} ends rounds with fewer groups than the batch has, and a "
+            "consumer that waits for whole batches would starve: remove it, or use placement: colocate"
+        )
+    if paced and strategy.over_sample_threshold > 0:
+        yield (
+            f"over_sample_threshold {strategy.over_sample_threshold:g} > 0 with admission 'capacity': what is started "
+            "beyond the capacity breaks its bound; use 0"
+        )
+    hard = strategy.hard_max_staleness
+    if hard is not None and not paced:
+        yield f"hard_max_staleness {hard} needs admission 'capacity'; with 'horizon' max_staleness is the hard bound"
+    if hard is not None and hard < strategy.max_staleness:
+        yield (
+            f"hard_max_staleness {hard} < max_staleness {strategy.max_staleness}: groups that were admitted would "
+            f"expire before they are trained; use at least {strategy.max_staleness}"
+        )
+    yield from _token_problems(task, hard if paced else _max_staleness(task))
+    if strategy.tail_batch_max_tries is not None and strategy.tail_batch_trigger_size < 0:
+        yield (
+            f"tail_batch_max_tries is {strategy.tail_batch_max_tries}, but tail_batch_trigger_size is -1: there is "
+            "no tail batch to wait for, and the group would never be finished; use 0 or more"
+        )
+    if config.sync.pause_mode == "keep" and not paced and _max_staleness(task) < 1:
+        yield (
+            f"max_staleness {_max_staleness(task)} < 1 with sync.pause_mode 'keep': what a sync freezes has "
+            "tokens of the version before, so it expires when it is done; use max_staleness 1 or pause_mode 'wait'"
+        )
+    functions = {
+        "strategy.is_valid": strategy.is_valid,
+        "strategy.should_continue": strategy.should_continue,
+        "agent_loop.environment": task.agent_loop.environment,
+    }
+    for what, path in functions.items():
+        if path is not None:
+            try:
+                load_function(path, what)
+            except ConfigError as error:
+                yield str(error)
+
+
+def _token_problems(task: TaskConfig, bound_periods: int | None) -> Iterator[str]:
+    tokens = task.strategy.max_token_staleness
+    if tokens is not None and bound_periods is not None and tokens >= bound_periods:
+        yield (
+            f"max_token_staleness {tokens} >= max_staleness {bound_periods}: a group expires before one of its tokens "
+            f"is masked, so nothing ever is; use less than {bound_periods}, or null"
+        )
+
+
+def _max_staleness(task: TaskConfig) -> int:
+    return 0 if task.strategy.kind == "sync" else task.strategy.max_staleness
+
+
+# ---------------------------------------------------------------- what surprises
+
+
+def strategy_warnings(task: TaskConfig, config: Config) -> Iterator[str]:
+    """What works, but not as one might think."""
+    strategy, groups = task.strategy, shares(config)[task.name]
+    if task.weight > 0 and groups == 0:
+        yield "its weight is so small that no group of a batch is its own"
+    if task.source.size is not None and task.source.size < groups * horizon(task, config):
+        yield (
+            f"its source has {task.source.size} prompts for {groups * horizon(task, config)} groups at work: a prompt "
+            "comes several times in a batch"
+        )
+    if strategy.kind == "sync":
+        unused = {"max_staleness", "over_sample_threshold"} & strategy.model_fields_set
+        yield from (f"strategy 'sync' does not use {name}" for name in sorted(unused))
+        return
+    if strategy.max_staleness > 0 and not strategy.enable_partial_rollout:
+        yield (
+            f"max_staleness is {strategy.max_staleness} without partial rollout: a sync throws away what is "
+            "half generated, and long responses suffer most; set enable_partial_rollout: true"
+        )
+    if strategy.max_staleness == 0 and strategy.enable_partial_rollout and strategy.admission == "horizon":
+        yield (
+            "max_staleness is 0: a trajectory that a sync interrupts is too old to be continued, and starts again"
+        )
+    if strategy.over_sample_threshold > 1:
+        yield (
+            f"over_sample_threshold {strategy.over_sample_threshold:g} starts "
+            f"{started_at_once(task, groups, config)} groups for {groups}: the rest waits in the buffer and grows "
+            "stale; 0 to 1 is usual"
+        )
+    if strategy.tail_batch_trigger_size < 0:
+        yield (
+            "tail_batch_trigger_size is -1: groups that grow too old are dropped, and long responses grow old most "
+            "often, so what is trained is biased towards short ones; 0 generates them again"
+        )
+    if strategy.tail_batch_trigger_size > groups:
+        yield (
+            f"tail_batch_trigger_size {strategy.tail_batch_trigger_size} exceeds its {groups} groups a "
+            "batch: expired groups wait long before they are generated again"
+        )

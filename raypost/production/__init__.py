@@ -1,0 +1,1 @@
+"""Production: which groups are generated when, the pause and the resume, and the batches that are taken."""

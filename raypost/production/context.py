@@ -1,0 +1,395 @@
+"""ProduceContext: what production and consumption share, and every move of a group between its places.
+
+Owns the wiring of tasks, buffer, ledger, progress and pending set, the status of production and its first
+failure. Owns no schedule (producer.py) and no take (take.py). Every method that moves a group is called with
+the pending set's lock held: so at any time the lock is free, each group is in exactly one place.
+
+    sampler or buffer --spawn--> pending --receive--> buffer | FILTERED | FAILED | EXPIRED
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import math
+import time
+from collections import Counter
+from collections.abc import Callable, Coroutine, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, TypeVar
+
+from raypost.config import TaskConfig
+from raypost.data.sampler import Sampler
+from raypost.errors import CheckpointError, ProductionError
+from raypost.ledger.ledger import Ledger, group_facts
+from raypost.packed import pack_groups, unpack_groups
+from raypost.production.allocation import Allocation, WeightFunction
+from raypost.production.progress import ProduceProgress
+from raypost.production.strategy import (
+    AsyncProduceStrategy,
+    PendingGroup,
+    PendingSet,
+    SpawnPlan,
+    uninterrupted,
+)
+from raypost.protocols import AgentLoop, Buffer, BufferCounts, PutResult
+from raypost.types import Group, GroupKey, ProduceBatchStatus, Status
+
+log = logging.getLogger(__name__)
+T = TypeVar("T")
+
+MAX_DISPATCHES = 4
+"""How often a group whose host died is started, before it is FAILED."""
+MIN_FAILED_IN_A_ROW = 32
+"""So many failures without a success mean that the task, not the group, is broken."""
+
+
+@dataclass(slots=True)
+class TaskRuntime:
+    """One task at work."""
+
+    config: TaskConfig
+    sampler: Sampler[Any]
+    agent_loop: AgentLoop
+    strategy: AsyncProduceStrategy
+
+
+@dataclass(slots=True)
+class _Received:
+    """What is to become of a group that ended."""
+
+    entry: PendingGroup
+    group: Group
+    """As it came back; as it was when it started, if it is put back."""
+    verdict: Status
+    why: str = ""
+    back: bool = False
+    """It is put back, to be started again."""
+    dispatches: int = 0
+    """How often its host died."""
+    length: float = field(init=False)
+    """Mean response length, before the buffer resets what expired."""
+
+    def __post_init__(self) -> None:
+        self.length = self.group.num_tokens / len(self.group.states)
+
+
+class ProduceContext:
+    """The state that production and consumption share."""
+
+    def __init__(
+        self,
+        tasks: Sequence[TaskRuntime],
+        buffer: Buffer,
+        ledger: Ledger,
+        *,
+        batch_size: int,
+        weights: WeightFunction | None = None,
+        retryable: tuple[type[BaseException], ...] = (),
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """`weights` changes the tasks' scheduled weights. `retryable` errors mean "the process that ran the group
+        died": it is dispatched again."""
+        self.tasks = {task.config.name: task for task in tasks}
+        self.buffer, self.ledger, self.batch_size, self.clock = buffer, ledger, batch_size, clock
+        self.retryable = retryable
+        self.pending = PendingSet()
+        allocation = Allocation([task.config for task in tasks], batch_size, weights)
+        self.progress = ProduceProgress(self.tasks, allocation)
+        self.status = ProduceBatchStatus.UPDATE_WEIGHT_AND_ABORT
+        self.version: int | None = None
+        """Version that production works with; None until the first resume."""
+        self.failure: BaseException | None = None
+        self._dispatches: Counter[GroupKey] = Counter()
+        self._failed_in_a_row = 0
+        self._claim = 0
+        """Of the last call that moved groups out of the buffer: asked again with it, it gives the same answer."""
+
+    async def locked(self, step: Callable[[], Coroutine[Any, Any, T]]) -> T:
+        """Run one step under the lock, to its end even if the caller is cancelled."""
+
+        async def under_lock() -> T:
+            async with self.pending.lock:
+                return await step()
+
+        result: T = await uninterrupted(under_lock())
+        return result
+
+    def fail(self, error: BaseException) -> None:
+        """Production cannot go on; the first failure is the one that is raised."""
+        if self.failure is None:
+            self.failure = error
+            self.pending.changed.notify()
+
+    def set_status(self, status: ProduceBatchStatus) -> None:
+        """Production's status; a consumer that waits looks again when it changes."""
+        if status is not self.status:
+            self.status = status
+            self.pending.changed.notify()
+
+    def raise_failure(self) -> None:
+        """Raise what ended production, with its own traceback; nothing if it is well."""
+        if isinstance(self.failure, asyncio.CancelledError):
+            raise ProductionError(f"production was cancelled; {self.describe()}")
+        if self.failure is not None:
+            raise self.failure
+
+    def describe(self) -> str:
+        """Every counter, for error messages and logs."""
+        progress = self.progress
+        return (
+            f"status {self.status}, version {self.version}, next_consumer_step {progress.next_consumer_step}, "
+            f"producer_future_step {progress.producer_future_step}, target {progress.target} up to step "
+            f"{progress.target_upto}, consumed {progress.consumed}, pending {self._pending_text()}, gate "
+            f"{'open' if self.pending.gate_open else 'closed'}"
+        )
+
+    def _pending_text(self) -> str:
+        """How many groups are in flight, and which the longest."""
+        entries, now = sorted(self.pending.all(), key=lambda entry: entry.started_s), self.clock()
+        longest = [
+            f"{task}/{group_id} for {now - one.started_s:.0f} s"
+            for one in entries[:3]
+            for task, group_id in [one.key]
+        ]
+        return f"{len(entries)} ({', '.join(longest)}{', ...' * (len(entries) > 3)})" if entries else "0"
+
+    # ---------------------------------------------------------------- starting groups
+
+    async def spawn(self, task: TaskRuntime, plan: SpawnPlan, stock: dict[Status, int]) -> None:
+        """Start what was planned; `stock` are the task's groups in the buffer now. Lock held, gate open."""
+        missing = plan.num_groups
+        sources = [status for status in plan.sources if stock.get(status, 0) > 0]
+        if missing > 0 and sources:
+            self._claim += 1
+            packed = await self.buffer.pop(task.config.name, sources, missing, self._claim)
+            for group in unpack_groups(packed) if packed is not None else ():
+                self.ledger.continued(group.key)
+                self._start(task, group, stored=True)
+                missing -= 1
+        for _ in range(missing):
+            group = task.sampler.sample()
+            self.ledger.sampled(group.key)
+            self._start(task, group, stored=False)
+
+    def _start(self, task: TaskRuntime, group: Group, *, stored: bool) -> None:
+        self.pending.spawn(group, task.agent_loop.run(group), self.clock(), stored=stored)
+
+    # ---------------------------------------------------------------- receiving groups
+
+    async def settle(self) -> None:
+        """Move every finished group to where it belongs. Lock held. A group's own failure is recorded and
+        raised by `run`, never here: the groups beside it still get home."""
+        if await self.pending.settle(self._receive):
+            self.pending.changed.notify()
+
+    async def _receive(self, entries: list[PendingGroup]) -> None:
+        """Judge what came, store it in one call, and only then account for it: a call that raises counts
+        nothing, and the groups are received again."""
+        await self._store([self._verdict(entry) for entry in entries])
+
+    async def _store(self, received: list[_Received]) -> None:
+        kept = [one for one in received if one.verdict not in (Status.FAILED, Status.FILTERED)]
+        gone = [one for one in received if one.verdict in (Status.FAILED, Status.FILTERED)]
+        results = []
+        if kept:
+            packed = pack_groups([one.group for one in kept])
+            results = await self.buffer.put(packed, self.progress.next_consumer_step)
+        forgotten = [one.entry.key for one in gone if one.entry.stored]
+        if forgotten:
+            await self.buffer.drop(forgotten)
+        for one in gone:
+            self._account_dropped(one)
+        for one, result in zip(kept, results, strict=True):
+            self._account_stored(one, result)
+
+    def _verdict(self, entry: PendingGroup) -> _Received:
+        """What is to become of a group that ended. Changes nothing but the group."""
+        if entry.task.cancelled():
+            if entry.put_back:
+                return self._back(entry)
+            return self._again(entry, asyncio.CancelledError("its agent loop was cancelled"))
+        error = entry.task.exception()
+        if isinstance(error, self.retryable):
+            return self._again(entry, error)
+        if error is None:
+            try:
+                group = entry.task.result()
+                verdict = self._judged(entry, group)
+            # A supervision boundary: whatever a user's filter raises, `run` raises it.
+            except Exception as raised:
+                error = raised
+        if error is not None:
+            self.fail(error)
+            return self._back(entry)
+        errors = [state.error for state in group.states if state.error]
+        return _Received(entry, group, verdict, why=errors[0] if errors else "not valid for training")
+
+    def _judged(self, entry: PendingGroup, group: Group) -> Status:
+        """Status the group gets, after the filter. Members that cannot be trained are marked FAILED."""
+        came = [state.sample_index for state in group.states]
+        sent = [state.sample_index for state in entry.last_known]
+        if group.key != entry.key or came != sent:
+            raise ProductionError(
+                f"the agent loop of task {entry.key[0]!r} was given group {entry.key} with samples {sent} and "
+                f"returned {group.key} with {came}: it must return the same trajectories"
+            )
+        for state in group.states:
+            state.check_aligned()
+            if state.status is Status.COMPLETED and (state.reward is None or not math.isfinite(state.reward)):
+                state.status, state.error = Status.FAILED, f"completed with reward {state.reward}"
+            elif state.status in (Status.INIT, Status.EXPIRED):
+                # Not generated although it was asked for: it waits for its turn like an interrupted one.
+                state.status = Status.ABORTED
+        if group.status is Status.COMPLETED and not self.tasks[group.task].strategy.is_valid(group):
+            return Status.FILTERED
+        return group.status
+
+    def _again(self, entry: PendingGroup, error: BaseException) -> _Received:
+        """Its host died: it is dispatched again, but not for ever."""
+        dispatches = self._dispatches[entry.key] + 1
+        if dispatches < MAX_DISPATCHES:
+            log.warning("group %s is dispatched again: %s", entry.key, type(error).__name__)
+            return self._back(entry, dispatches)
+        why = f"its host died {MAX_DISPATCHES} times, last: {error!r:.500}"
+        group = Group(task=entry.key[0], group_id=entry.key[1], states=entry.last_known)
+        return _Received(entry, group, Status.FAILED, why=why)
+
+    def _back(self, entry: PendingGroup, dispatches: int = 0) -> _Received:
+        """It goes back as it was when it started, to be continued."""
+        states = [replace(state) for state in entry.last_known]
+        for state in states:
+            if state.status is not Status.COMPLETED:
+                state.status = Status.ABORTED
+                state.num_aborts += entry.put_back
+        group = Group(task=entry.key[0], group_id=entry.key[1], states=states)
+        return _Received(entry, group, Status.ABORTED, back=True, dispatches=dispatches)
+
+    async def put_back(self, entries: list[PendingGroup]) -> None:
+        """Put groups into the buffer as they were when they started. Lock held."""
+        await self._store([self._back(entry) for entry in entries])
+
+    # ---------------------------------------------------------------- accounting for them
+
+    def _account_dropped(self, one: _Received) -> None:
+        self._count(one)
+        self._drop(one.entry.key, one.verdict, why=one.why, **group_facts(one.group))
+        if one.verdict is Status.FAILED:
+            self._count_failure(one.entry.key, one.why)
+
+    def _account_stored(self, one: _Received, result: PutResult) -> None:
+        key, facts = one.entry.key, {"staleness": result.staleness, **group_facts(one.group)}
+        if one.back:
+            facts["put_back"] = True
+            if one.dispatches:
+                self._dispatches[key] = one.dispatches
+        else:
+            self._count(one)
+        if one.verdict is Status.COMPLETED:
+            self._dispatches.pop(key, None)
+        if result.status is Status.EXPIRED:
+            facts["too_old"] = result.too_old
+        if result.too_old:
+            self.progress.count_expired(one.length)
+        if result.stored:
+            self.ledger.stored(key, result.status, **facts)
+        else:
+            self._drop(key, Status.EXPIRED, **facts)
+
+    def _count(self, one: _Received) -> None:
+        window, group, verdict = self.progress.metrics, one.group, one.verdict
+        size, before, after = len(group.states), one.entry.num_tokens, group.num_tokens
+        window.produced_tokens += after - before if after >= before else after
+        if verdict is Status.FAILED:
+            window.failed_samples += size
+            return
+        if verdict is Status.ABORTED:
+            return
+        self._failed_in_a_row = 0
+        window.produced_samples += size
+        window.group_s.append(self.clock() - one.entry.started_s)
+        for state in group.states:
+            # Before the filter counts: a curve of what passed it would not show what the policy does.
+            window.raw_rewards_sum += state.reward or 0.0
+            window.raw_rewards_count += 1
+        if verdict is Status.FILTERED:
+            window.filtered_samples += size
+
+    def _drop(self, key: GroupKey, reason: Status, **facts: Any) -> None:
+        self.ledger.dropped(key, reason, **facts)
+        self._dispatches.pop(key, None)
+
+    def _count_failure(self, key: GroupKey, why: str) -> None:
+        log.warning("group %s failed: %s", key, why)
+        self._failed_in_a_row += 1
+        limit = max(MIN_FAILED_IN_A_ROW, 4 * self.batch_size)
+        if self._failed_in_a_row >= limit:
+            self.fail(
+                ProductionError(
+                    f"{self._failed_in_a_row} groups in a row failed (bound {limit}), the last, {key}, with: "
+                    f"{why}; fix the agent loop, judge or engine; {self.describe()}"
+                )
+            )
+
+    # ---------------------------------------------------------------- ageing
+
+    async def refresh(self, train_step: int) -> None:
+        """Age the buffer at `train_step` and account for what expired. Lock held."""
+        self._claim += 1
+        gone = await self.buffer.refresh(train_step, self._claim)
+        if gone:
+            self.pending.changed.notify()
+        for expired in gone:
+            self.progress.count_expired(expired.mean_tokens)
+            if expired.stored:
+                self.ledger.stored(expired.key, Status.EXPIRED)
+            else:
+                self._drop(expired.key, Status.EXPIRED)
+
+    async def counts(self) -> BufferCounts:
+        """What the buffer holds. Lock held."""
+        return await self.buffer.counts()
+
+    # ---------------------------------------------------------------- trained, saved, restored
+
+    async def acknowledge(self, step: int) -> None:
+        """The steps up to `step` are trained: their leases end. Idempotent. Lock held.
+
+        Raises ProductionError for a step that was never taken.
+        """
+        if step >= self.progress.next_consumer_step:
+            raise ProductionError(f"step {step} was acknowledged, but never taken; {self.describe()}")
+        await self.buffer.acknowledge(step)
+        self.ledger.trained(step)
+        self.ledger.flush()
+        self.progress.forget(step)
+        self.pending.changed.notify()  # there is room again
+
+    async def state_dict(self, model_step: int | None) -> dict[str, Any]:
+        """See Producer.state_dict. Lock held."""
+        if self.pending.gate_open or len(self.pending):
+            raise ProductionError(f"pause with mode abort before saving: {self.describe()}")
+        if model_step is not None:
+            await self.acknowledge(model_step)
+        self.ledger.flush()
+        return {
+            "version": self.version,
+            "progress": self.progress.state_dict(undone=self.ledger.open_leases()),
+            "samplers": {name: task.sampler.state_dict() for name, task in self.tasks.items()},
+            "buffer": await self.buffer.state_dict(),
+            "ledger": self.ledger.state_dict(),
+        }
+
+    async def load_state_dict(self, state: dict[str, Any]) -> None:
+        """See Producer.load_state_dict. Lock held."""
+        if self.pending.gate_open or len(self.pending):
+            raise CheckpointError(f"pause before restoring: {self.describe()}")
+        missing = {"version", "progress", "samplers", "buffer", "ledger"} - set(state)
+        if missing:
+            raise CheckpointError(f"production state lacks {sorted(missing)}: it is damaged")
+        self.ledger.load_state_dict(state["ledger"])
+        self.progress.load_state_dict(state["progress"])
+        for name, task in self.tasks.items():
+            task.sampler.load_state_dict(state["samplers"].get(name, {}))
+        await self.buffer.load_state_dict(state["buffer"])
+        self.version = state["version"]

@@ -1,0 +1,267 @@
+"""What a run shows on the terminal while it goes on: phases, a line a step, and the figures at its end.
+
+Owns layout and wording. With a terminal a panel is redrawn in place; without one (`ray job submit`, a file)
+every step is one aligned line. Shows what it is told and measures nothing but the time between steps.
+
+Invariant: what is kept does not grow with the number of steps.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections import deque
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, TextIO
+
+from rich.console import Console, Group
+from rich.live import Live
+from rich.panel import Panel
+from rich.progress_bar import ProgressBar
+from rich.table import Table
+from rich.text import Text
+
+from raypost import metrics
+from raypost.config import Config, EvalConfig
+from raypost.report.formatting import (
+    MISSING,
+    change,
+    clock,
+    length_bias,
+    number,
+    percent,
+    score,
+    seconds,
+    size,
+    with_interval,
+)
+
+PACE_STEPS = 10
+"""Steps over which tokens/s and the time left are averaged."""
+REFRESH_PER_S = 4
+COLUMNS = {"reward": 4, "held-out": 4, "buffer": 2, "staleness": 5, "tokens/s": 5, "sync": 6, "left": 5}
+"""What a line shows beside the step, and how wide."""
+STATE_STYLES = {"up": "green", "starting": "yellow", "down": "red"}
+
+
+class Progress:
+    """Live progress of one run. Use from one thread."""
+
+    def __init__(self, config: Config, tty: bool | None = None, out: TextIO | None = None) -> None:
+        """`tty` None: whether `out` (standard output by default) is a terminal."""
+        self._config = config
+        self._out = out or sys.stdout
+        self._tty = self._out.isatty() if tty is None else tty
+        self._num_steps = config.train.num_steps
+        self._bound = metrics.staleness_bound(config)
+        self._started_s = time.monotonic()
+        self._ends: deque[tuple[float, float]] = deque(maxlen=PACE_STEPS + 1)
+        self._first_score: float | None = None
+        self._states: dict[str, str] = {}
+        self._step, self._record = 0, dict[str, Any]()
+        self._live: Live | None = None
+        self._greeted = False
+
+    def phase(self, text: str) -> None:
+        """Say what has just happened, or begins, outside the steps."""
+        self._greet()
+        self._line(f"  {text}")
+
+    def step(self, step: int, record: Mapping[str, Any]) -> None:
+        """Show one train step."""
+        self._greet()
+        self._ends.append((time.monotonic(), float(record.get(metrics.PRODUCED_TOKENS) or 0)))
+        self._step, self._record = step, dict(record)
+        if self._tty:
+            self._redraw()
+        else:
+            self._line(self._step_line())
+
+    def evaluated(self, step: int, scores: Mapping[str, Any]) -> None:
+        """Show an evaluation."""
+        value = scores.get(metrics.HELD_OUT)
+        self._record[metrics.HELD_OUT] = value
+        when = "before training" if step == 0 else f"after step {step}"
+        gained = change(self._first_score, value)
+        if self._first_score is None:
+            self._first_score = value
+        failed = int(scores.get(metrics.EVAL_FAILED) or 0)
+        rates = [name for name in (f"pass@{k}" for k in self._config.eval.pass_k) if name in scores]
+        self.phase(
+            f"held-out {with_interval(value, metrics.bounds(scores, metrics.HELD_OUT))} {when}"
+            + (f" ({gained} since the first)" if gained else "")
+            + "".join(
+                f", {name} {with_interval(scores[name], metrics.bounds(scores, name))}" for name in rates
+            )
+            + (f", {failed} responses failed" if failed else "")
+        )
+        # A step is not slower because an evaluation followed it.
+        if self._ends:
+            away_s = time.monotonic() - self._ends[-1][0]
+            self._ends = deque(((end + away_s, tokens) for end, tokens in self._ends), self._ends.maxlen)
+
+    def workers(self, states: Mapping[str, str]) -> None:
+        """Show the rollout workers' states; without a terminal only a change is worth a line."""
+        changed = [
+            f"{name} is {state}"
+            for name, state in states.items()
+            if self._states.get(name) not in (None, state)
+        ]
+        self._states = dict(states)
+        if changed:
+            self.phase(", ".join(changed))
+        elif self._tty and self._live is not None:
+            self._redraw()
+
+    def finish(self, report: Mapping[str, Any], run_dir: Path) -> None:
+        """Show the figures that matter and where the report is."""
+        self.close()
+        self._line("\n" + summary(report, run_dir))
+
+    def close(self) -> None:
+        """Leave the terminal as it was found. Idempotent."""
+        if self._live is not None:
+            self._live.stop()
+            self._live = None
+
+    def _greet(self) -> None:
+        if self._greeted:
+            return
+        self._greeted = True
+        config, (task, *more) = self._config, self._config.tasks
+        others = f" and {len(more)} more tasks" if more else ""
+        workers, ranks = config.rollout.num_engines, config.train.num_workers
+        self._line(
+            f"raypost {config.name}: {config.model.name} on {task.source.dataset}{others}, {self._num_steps} steps of "
+            f"{config.train.batch_size} groups x {task.group_size}\n  {workers} rollout worker{_s(workers)}, "
+            f"{ranks} trainer rank{_s(ranks)}, {config.device}, staleness at most {self._bound}"
+        )
+
+    def _line(self, text: str) -> None:
+        if self._live is not None:
+            self._live.console.print(text, highlight=False, markup=False, soft_wrap=True)
+        else:
+            print(text, file=self._out, flush=True)
+
+    def _pace(self) -> tuple[float | None, float | None]:
+        """(seconds a step, produced tokens a second) over the last steps; None until there are two."""
+        if len(self._ends) < 2:
+            return None, None
+        elapsed = max(1e-9, self._ends[-1][0] - self._ends[0][0])
+        return elapsed / (len(self._ends) - 1), sum(tokens for _, tokens in list(self._ends)[1:]) / elapsed
+
+    def _figures(self) -> dict[str, str]:
+        """Name -> text of what a step shows, in order."""
+        record, (step_s, tokens_per_s) = self._record, self._pace()
+        reward = record.get(metrics.RAW_REWARD_MEAN, record.get(metrics.REWARD_MEAN))
+        mean, buffered = record.get(metrics.STALENESS_MEAN), record.get(metrics.BUFFER_GROUPS)
+        left_s = None if step_s is None else step_s * (self._num_steps - self._step)
+        loss = record.get(metrics.LOSS)
+        return {
+            "reward": score(reward),
+            "held-out": score(record.get(metrics.HELD_OUT)),
+            "buffer": MISSING if buffered is None else str(buffered),
+            "staleness": (MISSING if mean is None else f"{mean:.1f}") + f"/{self._bound}",
+            "tokens/s": MISSING if tokens_per_s is None else f"{tokens_per_s:.0f}",
+            "sync": seconds(record.get(metrics.SYNC_S)),
+            "left": clock(left_s),
+            "loss": MISSING if loss is None else f"{loss:+.3f}",
+        }
+
+    def _step_line(self) -> str:
+        figures, digits = self._figures(), len(str(self._num_steps))
+        parts = [f"step {self._step:>{digits}}/{self._num_steps}"]
+        parts += [f"{name} {figures[name]:>{width}}" for name, width in COLUMNS.items()]
+        return "  ".join(parts)
+
+    # ---------------------------------------------------------------- with a terminal
+
+    def _redraw(self) -> None:
+        if self._live is None:
+            console = Console(file=self._out, force_terminal=True)
+            self._live = Live(console=console, refresh_per_second=REFRESH_PER_S, transient=False)
+            self._live.start()
+        self._live.update(self._panel())
+
+    def _panel(self) -> Panel:
+        grid = Table.grid(padding=(0, 2), expand=True)
+        figures = list(self._figures().items())
+        for _ in range(4):
+            grid.add_column()
+        for row in range(0, len(figures), 4):
+            cells = [
+                Text.assemble((f"{name} ", "dim"), (text, "bold")) for name, text in figures[row : row + 4]
+            ]
+            grid.add_row(*cells)
+        # A bar alone ends no line.
+        bar = Table.grid(expand=True)
+        bar.add_row(ProgressBar(total=self._num_steps, completed=self._step))
+        parts: list[Any] = [bar, grid]
+        if self._states:
+            states = Text("workers ", style="dim")
+            for name, state in self._states.items():
+                states.append(f"{name} {state}  ", style=STATE_STYLES.get(state, ""))
+            parts.append(states)
+        elapsed = seconds(time.monotonic() - self._started_s)
+        title = f"{self._config.name}  step {self._step}/{self._num_steps}  {elapsed}"
+        return Panel(Group(*parts), title=title, title_align="left", border_style="blue")
+
+
+def scores_table(scores: Mapping[str, Any], tasks: Sequence[str], options: EvalConfig) -> Table:
+    """What an evaluation gave, a line a task, with intervals."""
+    statistics = {metrics.HELD_OUT: f"mean@{options.samples}"}
+    statistics |= {f"pass@{k}": f"pass@{k}" for k in sorted({1, *options.pass_k})}
+    failed = int(scores.get(metrics.EVAL_FAILED) or 0)
+    table = Table(
+        caption=f"up to {options.num_prompts} prompts a task at temperature {options.temperature:g}; in brackets: "
+        f"{percent(options.confidence)} intervals over prompts"
+        + (f"; {failed} responses failed and have no score" if failed else "")
+    )
+    table.add_column("task")
+    for title in statistics.values():
+        table.add_column(title, justify="right", no_wrap=True)
+    rows = {task: f"/{task}" for task in tasks} | ({"all": ""} if len(tasks) > 1 else {})
+    for title, suffix in rows.items():
+        names = [f"{statistic}{suffix}" for statistic in statistics]
+        table.add_row(title, *(with_interval(scores.get(n), metrics.bounds(scores, n)) for n in names))
+    return table
+
+
+def summary(report: Mapping[str, Any], run_dir: Path) -> str:
+    """The figures that matter, a line each, and the path of the report."""
+    groups = report["groups"]
+    fates = [
+        f"{n} {name.replace('_', ' ')}" for name, n in groups.items() if n and name not in ("sampled", "lost")
+    ]
+    before, after = report["eval_before"], report["eval_after"]
+    gained = change(before, after)
+    worst = report["staleness_max"]
+    rows = [
+        ("held-out score", f"{with_interval(before, report['eval_before_interval'])} -> "
+                           f"{with_interval(after, report['eval_after_interval'])}"
+                           + (f"  ({gained})" if gained else "")),
+        ("steps", f"{report['steps']} of {report['num_steps']} in {seconds(report['wall_s'])}, "
+                  f"{seconds(report['step_s_median'])} each"),
+        ("groups", f"{groups['sampled']} sampled = {' + '.join(fates) or 0}; {groups['lost']} lost"),
+        ("staleness", f"at most {MISSING if worst is None else worst} (bound {report['staleness_bound']}), "
+                      f"mean {number(report['staleness_mean'], 2)}"),
+        ("idle", f"trainer {percent(report['trainer_idle_fraction'])}, rollout "
+                 f"{percent(report['rollout_idle_fraction'])}; both busy {seconds(report['overlap_s'])} of "
+                 f"{seconds(report['window_s'])}"),
+        ("weight sync", f"{seconds(report['sync_s_median'])} (median of {report['num_syncs']})"),
+        ("logprob mismatch", f"at most {number(report['logprob_mismatch_max'], 2)}"),
+        ("peak memory", size(report["peak_memory_bytes"])),
+    ]  # fmt: skip
+    lines = [f"{report['status']}: {report['name']}"]
+    if report["error"]:
+        lines.append(f"  {report['error']}")
+    lines += [f"  {name:<18}{text}" for name, text in rows]
+    if report["length_bias"] and report["length_bias"]["share"]:
+        lines.append(f"  {'length bias':<18}{length_bias(report['length_bias'])}")
+    lines += [f"  {'problem':<18}{text}" for text in report["problems"]]
+    return "\n".join([*lines, f"  {'report':<18}{run_dir / 'report.html'}"])
+
+
+def _s(count: int) -> str:
+    return "s" if count != 1 else ""

@@ -1,0 +1,234 @@
+"""How `raypost explain` shows the life of a group, and the tally of a run, on a terminal.
+
+Owns wording and layout; every fact comes from explain.py and tally.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import groupby
+from typing import Any
+
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from raypost.ledger.explain import ENDS, GroupLife
+from raypost.ledger.journal import RESTORED
+from raypost.ledger.tally import REGENERATED, RunSummary, Tally
+from raypost.report.formatting import MISSING, length_bias, number, percent, seconds
+
+Fields = dict[str, Any]
+
+MAX_REWARDS = 16
+"""More rewards than these are shown by their mean alone."""
+MAX_NOTES = 6
+"""More lines than these about production as a whole, in a row, are shown as one."""
+
+_STYLES = {
+    "trained": "green",
+    "filtered": "yellow",
+    "failed": "red",
+    "expired": "yellow",
+    RESTORED: "magenta",
+}
+_KINDS = {
+    "trained": "contributed to a train step",
+    "filtered": "of no use for training",
+    "failed": "generation or judging failed",
+    "expired": "grew too old, dropped",
+    "buffered": "in the buffer, leased ones included",
+    "in_flight": "being generated or judged",
+    REGENERATED: "grew too old, stayed to be generated again; ends, or waits, in another row",
+}
+_SAID = ("time", "event", "task", "group")
+
+
+# ---------------------------------------------------------------- one group
+
+
+def life_text(life: GroupLife) -> RenderableType:
+    """The life of one group, a line an event."""
+    task, group_id = life.key
+    parts: list[RenderableType] = [
+        Text(f"group {task}/{group_id} of {life.run_dir}: {_verdict(life)}", "bold")
+    ]
+    if life.lines:
+        parts.append(_events(life, life.lines))
+    if life.void:
+        parts += [Text("undone by a restore, which went back to an earlier checkpoint:", "magenta")]
+        parts.append(_events(life, life.void, style="dim"))
+    return Group(*parts)
+
+
+def _verdict(life: GroupLife) -> str:
+    own = [line for line in life.lines if "group" in line or line["event"] == RESTORED]
+    if not own:
+        return "not sampled again since a restore undid what was done with it"
+    last, until = own[-1], f"{seconds(life.last_s - life.started_s)} after the start, where the journal ends"
+    if last["event"] == "trained":
+        ages = [line["staleness"] for line in own if line["event"] == "leased"]
+        return f"trained in step {last['step']}" + (f", staleness {ages[-1]}" if ages else "")
+    if last["event"] in ENDS:
+        why = f": {last['why']}" if last.get("why") else ""
+        return f"dropped as {last['event']}{why}"
+    if last["event"] in ("sampled", "continued"):
+        return f"in flight, {until}"
+    stored = [line["status"] for line in own if line["event"] == "stored"]
+    status = f" as {stored[-1]}" if stored else ""
+    if last["event"] == "leased":
+        return f"leased for step {last['step']}, which is not trained yet, {until}"
+    return f"in the buffer{status}, {until}"
+
+
+def _events(life: GroupLife, lines: list[Fields], style: str = "") -> Table:
+    table = Table(box=None, show_header=False, padding=(0, 2, 0, 0), style=style)
+    table.add_column(justify="right", style="dim", no_wrap=True)
+    table.add_column(no_wrap=True)
+    table.add_column(overflow="fold")
+    for event, time_s, text, tone in _rows(lines):
+        table.add_row(f"+{time_s - life.started_s:.2f} s", Text(event, tone), Text(text, tone and "dim"))
+    return table
+
+
+def _rows(lines: list[Fields]) -> Iterator[tuple[str, float, str, str]]:
+    """(event, time, text, style) of each line; many notes in a row are one."""
+    again = False
+    for about_group, run in groupby(lines, key=lambda line: "group" in line or line["event"] == RESTORED):
+        batch = list(run)
+        if not about_group and len(batch) > MAX_NOTES:
+            yield "...", batch[0]["time"], _many(batch), "cyan"
+            continue
+        for line in batch:
+            event, style = line["event"], _STYLES.get(line["event"], "" if about_group else "cyan")
+            if event == "continued":
+                text = "from the buffer, " + ("to be generated again" if again else "to be continued")
+            else:
+                text = _text(line)
+            again = line["status"] == "expired" if event == "stored" else again
+            yield event, line["time"], text, style
+
+
+def _many(notes: list[Fields]) -> str:
+    pauses = sum(note["event"] == "paused" for note in notes)
+    versions = [note["version"] for note in notes if isinstance(note.get("version"), int)]
+    between = f", versions {min(versions)} to {max(versions)}" if versions else ""
+    last_s = notes[-1]["time"] - notes[0]["time"]
+    return f"{pauses} pauses in {seconds(last_s)}{between}"
+
+
+def _text(line: Fields) -> str:
+    """What one line says, in words."""
+    rest = {name: value for name, value in line.items() if name not in _SAID}
+    event = line["event"]
+    parts: list[str] = []
+    if event == "sampled":
+        parts.append("left the dataset")
+    elif event == "stored":
+        parts.append(f"into the buffer as {rest.pop('status', '?')}")
+        if rest.pop("put_back", False):
+            parts.append("put back as it was when it started")
+        if rest.pop("too_old", True) is False:
+            parts.append("interrupted too often")
+    elif event == "leased":
+        parts.append(f"in the batch of step {rest.pop('step', '?')}")
+    elif event == "trained":
+        parts.append(f"step {rest.pop('step', '?')} is trained")
+    elif event == RESTORED:
+        parts.append("production went back to a checkpoint; open leases are in the buffer again")
+        rest = {}
+    elif event in ENDS:
+        parts.append(str(rest.pop("why", "dropped")))
+    return "; ".join(parts + _facts(rest))
+
+
+def _facts(rest: Fields) -> list[str]:
+    """The facts of `ledger.group_facts` in words, then whatever else a line has."""
+    parts = []
+    if (tokens := rest.pop("tokens", None)) is not None:
+        parts.append(_tokens(tokens))
+    if versions := rest.pop("versions", None):
+        named = [f"{count} by {_version(version)}" for version, count in versions.items()]
+        parts.append("tokens " + ", ".join(named))
+    if engines := rest.pop("engines", None):
+        parts.append("on " + ", ".join(engines))
+    if rewards := rest.pop("rewards", None):
+        parts.append(_rewards(rewards))
+    if finish := rest.pop("finish", None):
+        parts.append("ended by " + ", ".join(f"{reason} {count}x" for reason, count in finish.items()))
+    if aborts := rest.pop("aborts", None):
+        parts.append(f"{aborts} interruptions so far")
+    return [*parts, *(f"{name} {value}" for name, value in rest.items())]
+
+
+def _tokens(tokens: Any) -> str:
+    if not isinstance(tokens, list) or not tokens:
+        return f"{tokens} tokens"
+    low, high = min(tokens), max(tokens)
+    if low == high:
+        return f"{len(tokens)} responses of {low} tokens"
+    return f"{len(tokens)} responses of {low} to {high} tokens, mean {number(sum(tokens) / len(tokens))}"
+
+
+def _version(version: str) -> str:
+    return "no policy" if version == "-1" else f"version {version}"
+
+
+def _rewards(rewards: list[float | None]) -> str:
+    known = [reward for reward in rewards if reward is not None]
+    mean = number(sum(known) / len(known)) if known else MISSING
+    if len(rewards) > MAX_REWARDS:
+        return f"rewards of mean {mean}"
+    each = " ".join(MISSING if reward is None else f"{reward:g}" for reward in rewards)
+    return f"rewards {each}, mean {mean}"
+
+
+# ---------------------------------------------------------------- all groups
+
+
+def summary_text(summary: RunSummary) -> RenderableType:
+    """Where all groups of a run are, by task."""
+    counts = summary.counts.as_dict()
+    places = [
+        f"{count} {name.replace('_', ' ')}"
+        for name, count in counts.items()
+        if name not in ("sampled", "lost")
+    ]
+    adds_up = f"{counts['sampled']} sampled = {' + '.join(places)}"
+    parts: list[RenderableType] = [_tallies(summary), Text(adds_up)]
+    if summary.problems:
+        parts += [Text(f"problem: {problem}", "red") for problem in summary.problems]
+    else:
+        parts.append(
+            Text(
+                "every move in the journal is a legal one: no group is counted twice, none is missing",
+                "green",
+            )
+        )
+    if summary.events:
+        named = [f"{event} {count}x" for event, count in summary.events.items()]
+        parts.append(Text("production: " + ", ".join(named)))
+    parts.append(Text("length bias: " + length_bias(summary.length_bias.as_dict())))
+    return Group(*parts)
+
+
+def _tallies(summary: RunSummary) -> Table:
+    table = Table(title=f"groups of {summary.run_dir}", title_justify="left")
+    table.add_column("task")
+    table.add_column("where")
+    for name in ("groups", "share", "mean tokens", "mean staleness"):
+        table.add_column(name, justify="right", no_wrap=True)
+    table.add_column("meaning", style="dim")
+    for task, kinds in summary.tasks.items():
+        sampled = sum(tally.groups for kind, tally in kinds.items() if kind != REGENERATED)
+        for kind in _KINDS:
+            if kind in kinds:
+                table.add_row(task, *_cells(kind, kinds[kind], sampled), _KINDS[kind])
+        table.add_section()
+    return table
+
+
+def _cells(kind: str, tally: Tally, sampled: int) -> list[str]:
+    share = MISSING if kind == REGENERATED or not sampled else percent(tally.groups / sampled)
+    means = (number(tally.tokens_mean), number(tally.staleness_mean, 2))
+    return [kind.replace("_", " "), f"{tally.groups:,}", share, *means]

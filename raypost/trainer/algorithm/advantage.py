@@ -1,0 +1,237 @@
+"""Advantages of a batch: how much better than expected each trained token was. Pure functions over NumPy arrays.
+
+    rewards, sessions -> one return a member -> estimator (estimators.py, or a chain of tokens) -> whitened or not
+
+A member of a group is a session: one trajectory, or several that name the same session, which then count once
+and share their advantage. Groups have their true size: those left out (failed, filtered) are not in the arrays.
+
+An estimator of one's own is `module:function` of (Scored, AdvantageConfig) that returns N or M numbers.
+
+Axes: G members of one group; N trajectories of all groups, in the groups' order; M trained tokens of all
+trajectories, one after the other; T those of one member.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from raypost.config import AdvantageConfig
+from raypost.config.imports import load_function
+from raypost.trainer.algorithm.estimators import ESTIMATORS, STD_EPS, Floats, centred
+
+
+@dataclass(frozen=True, slots=True)
+class Scored:
+    """What the advantages of a batch are computed from. Raises ValueError, naming the group, if it is unusable."""
+
+    rewards_N: Floats
+    lengths_N: NDArray[np.int64]
+    """Trained tokens of each trajectory, 1 or more."""
+    group_sizes: Sequence[int]
+    """Trajectories of each group, consecutive, 1 or more."""
+    group_names: Sequence[str] = ()
+    """How errors call the groups; without, by their number."""
+    sessions_N: Sequence[Hashable] | None = None
+    """Trajectories of a group with equal ids are one session; None: each trajectory is one."""
+    token_rewards_M: Floats | None = None
+    """Reward of each token besides its trajectory's, such as a KL penalty."""
+    values_M: Floats | None = None
+    """The critic's value of the state that each token was chosen in."""
+    bootstrap_N: Floats | None = None
+    """The critic's value of the state after a trajectory's last token, where it was cut off there; 0 where it
+    came to an end. None: all ended."""
+
+    def __post_init__(self) -> None:
+        n, m = len(self.rewards_N), int(np.sum(self.lengths_N))
+        if sum(self.group_sizes) != n or any(size < 1 for size in self.group_sizes):
+            raise ValueError(f"groups of {list(self.group_sizes)[:16]} trajectories do not make {n} rewards")
+        if self.group_names and len(self.group_names) != len(self.group_sizes):
+            raise ValueError(f"{len(self.group_names)} names for {len(self.group_sizes)} groups")
+        for name, wanted in (
+            ("lengths_N", n), ("sessions_N", n), ("bootstrap_N", n), ("token_rewards_M", m), ("values_M", m),
+        ):  # fmt: skip
+            values = getattr(self, name)
+            if values is not None and len(values) != wanted:
+                raise ValueError(f"{name} has {len(values)} entries, but there are {wanted}")
+        self._refuse(self.rewards_N, "reward", per_token=False)
+        self._refuse(self.bootstrap_N, "bootstrap value", per_token=False)
+        self._refuse(self.token_rewards_M, "token reward", per_token=True)
+        self._refuse(self.values_M, "value", per_token=True)
+        empty = np.flatnonzero(np.asarray(self.lengths_N) < 1)
+        if len(empty):
+            raise ValueError(f"{self.member_name(int(empty[0]))} has no trained token: leave it out")
+
+    def group_name(self, group: int) -> str:
+        """As errors call it."""
+        return f"group {self.group_names[group] if self.group_names else group}"
+
+    def member_name(self, n: int) -> str:
+        """Trajectory n as errors call it."""
+        ends = np.cumsum(self.group_sizes)
+        group = int(np.searchsorted(ends, n, side="right"))
+        return f"{self.group_name(group)} member {n - int(ends[group]) + self.group_sizes[group]}"
+
+    def _refuse(self, values: Floats | None, what: str, *, per_token: bool) -> None:
+        if values is None or np.isfinite(values).all():
+            return
+        i = int(np.flatnonzero(~np.isfinite(values))[0])
+        n = int(np.searchsorted(np.cumsum(self.lengths_N), i, side="right")) if per_token else i
+        raise ValueError(
+            f"{self.member_name(n)} has {what} {values[i]}: it must be finite, and a failure is no reward"
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Advantages:
+    """What `compute_advantages` gives, float64."""
+
+    advantages_M: Floats
+    returns_M: Floats | None
+    """What the critic should have said, before whitening; None without a critic."""
+
+
+def compute_advantages(scored: Scored, config: AdvantageConfig) -> Advantages:
+    """Advantages of a whole batch, per trained token.
+
+    Kinds that compare members give all tokens of a member one advantage; a member's return is its reward
+    (`config.session_reward` of its trajectories' rewards) plus all its token rewards. reinforce_pp: the discounted
+    sum of the rewards from a token on (REINFORCE++, arXiv 2501.03262). gae: see `gae`. Then, if
+    `config.whitens`, all tokens of the batch are brought to mean 0 and deviation 1. Raises ValueError naming the
+    group if one is too small, if gae has no values, or if a function of one's own returns something else.
+    """
+    members = _members(scored)
+    returns_M: Floats | None = None
+    if config.kind in ESTIMATORS:
+        advantages_M = _compared(scored, members, config)
+    elif config.kind in ("reinforce_pp", "gae"):
+        advantages_M, returns_M = _chained(scored, members, config)
+    else:
+        advantages_M = _own(scored, config)
+    if config.whitens:
+        advantages_M = whitened(advantages_M, config.std_eps)
+    return Advantages(advantages_M, returns_M)
+
+
+def whitened(values: Floats, eps: float = STD_EPS) -> Floats:
+    """(x - mean) / (std + eps) over all values, std unbiased. Equal values, or a single one, give exactly 0."""
+    centre = centred(values)
+    if not centre.any():
+        return centre
+    return centre / (values.std(ddof=1) + eps)
+
+
+def gae(
+    rewards_T: ArrayLike, values_T: ArrayLike, bootstrap: float, discount: float, gae_lambda: float
+) -> tuple[Floats, Floats]:
+    """Generalised advantage estimation, arXiv 1506.02438. -> advantages_T, returns_T = advantages_T + values_T.
+
+    delta_t = r_t + discount * V_(t+1) - V_t; A_t = delta_t + discount * lambda * A_(t+1). T are the trained tokens
+    of one member: what a tool or the environment wrote between two of them takes no step. `values_T[t]` is the value of
+    the state in which token t was chosen; after the last token it is `bootstrap`: 0 where the member came to an
+    end, the critic's value where it was cut off.
+    """
+    rewards, values = np.asarray(rewards_T, np.float64), np.asarray(values_T, np.float64)
+    if rewards.shape != values.shape:
+        raise ValueError(f"{rewards.shape} rewards, but {values.shape} values")
+    deltas = rewards + discount * np.append(values[1:], bootstrap) - values
+    advantages = _sums_from_here(deltas, discount * gae_lambda)
+    return advantages, advantages + values
+
+
+def _sums_from_here(terms_T: Floats, factor: float) -> Floats:
+    """s_t = x_t + factor * s_(t+1)."""
+    sums, after = [], 0.0
+    for term in reversed(terms_T.tolist()):
+        after = term + factor * after
+        sums.append(after)
+    return np.asarray(sums[::-1], np.float64)
+
+
+# ---------------------------------------------------------------- members
+
+
+def _members(scored: Scored) -> list[list[NDArray[np.int64]]]:
+    """By group and member: the member's trajectories, in the batch's order."""
+    bounds = np.cumsum([0, *scored.group_sizes]).tolist()
+    groups = []
+    for start, end in pairwise(bounds):
+        sessions: dict[Hashable, list[int]] = {}
+        for n in range(start, end):
+            sessions.setdefault(scored.sessions_N[n] if scored.sessions_N is not None else n, []).append(n)
+        groups.append([np.asarray(one, np.int64) for one in sessions.values()])
+    return groups
+
+
+def _member_reward(rewards: Floats, config: AdvantageConfig) -> float:
+    if config.session_reward == "last":
+        return float(rewards[-1])
+    return float(getattr(np, config.session_reward)(rewards))
+
+
+def _compared(scored: Scored, groups: list[list[NDArray[np.int64]]], config: AdvantageConfig) -> Floats:
+    token_sums_N = _token_sums(scored)
+    advantages_N = np.empty(len(scored.rewards_N))
+    for g, members in enumerate(groups):
+        rewards_G = np.asarray(
+            [_member_reward(scored.rewards_N[one], config) + token_sums_N[one].sum() for one in members]
+        )
+        lengths_G = np.asarray([scored.lengths_N[one].sum() for one in members], np.float64)
+        try:
+            values_G = ESTIMATORS[config.kind](rewards_G, lengths_G, config)
+        except ValueError as error:
+            raise ValueError(f"{scored.group_name(g)}: {error}") from error
+        for one, value in zip(members, values_G, strict=True):
+            advantages_N[one] = value
+    return np.repeat(advantages_N, scored.lengths_N)
+
+
+def _chained(
+    scored: Scored, groups: list[list[NDArray[np.int64]]], config: AdvantageConfig
+) -> tuple[Floats, Floats | None]:
+    values_M = scored.values_M
+    if config.kind == "gae" and values_M is None:
+        raise ValueError("advantage 'gae' needs the critic's values, but there are none: compute them first")
+    ends_N = np.cumsum(scored.lengths_N)
+    rewards_M = np.zeros(int(ends_N[-1]) if len(ends_N) else 0)
+    if scored.token_rewards_M is not None:
+        rewards_M += scored.token_rewards_M
+    advantages_M, returns_M = np.empty_like(rewards_M), np.empty_like(rewards_M)
+    for one in (one for members in groups for one in members):
+        if config.session_reward == "sum":
+            rewards_M[ends_N[one] - 1] += scored.rewards_N[one]
+        else:
+            rewards_M[ends_N[one[-1]] - 1] += _member_reward(scored.rewards_N[one], config)
+        tokens = np.concatenate([np.arange(ends_N[n] - scored.lengths_N[n], ends_N[n]) for n in one])
+        if config.kind == "gae" and values_M is not None:
+            last = 0.0 if scored.bootstrap_N is None else float(scored.bootstrap_N[one[-1]])
+            advantages_M[tokens], returns_M[tokens] = gae(
+                rewards_M[tokens], values_M[tokens], last, config.discount, config.gae_lambda
+            )
+        else:
+            advantages_M[tokens] = _sums_from_here(rewards_M[tokens], config.discount)
+    return advantages_M, returns_M if config.kind == "gae" else None
+
+
+def _token_sums(scored: Scored) -> Floats:
+    """Token rewards of each trajectory."""
+    if scored.token_rewards_M is None or not len(scored.rewards_N):
+        return np.zeros(len(scored.rewards_N))
+    starts_N = np.cumsum([0, *scored.lengths_N[:-1]])
+    return np.add.reduceat(np.asarray(scored.token_rewards_M, np.float64), starts_N)
+
+
+def _own(scored: Scored, config: AdvantageConfig) -> Floats:
+    function = load_function(config.kind, "train.advantage.kind")
+    values = np.asarray(function(scored, config), np.float64)
+    n, m = len(scored.rewards_N), int(np.sum(scored.lengths_N))
+    if values.shape not in ((n,), (m,)) or not np.isfinite(values).all():
+        raise ValueError(
+            f"advantage {config.kind!r} must return {n} (trajectories) or {m} (tokens) finite numbers, got shape "
+            f"{values.shape}, {np.count_nonzero(~np.isfinite(values))} not finite"
+        )
+    return values if len(values) == m else np.repeat(values, scored.lengths_N)

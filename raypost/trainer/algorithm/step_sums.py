@@ -1,0 +1,151 @@
+"""Statistics of a train step, summed over micro-batches and ranks.
+
+Owns how a step's figures add up, so that they do not depend on how the batch was split. Computes nothing
+that enters the gradient.
+"""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from raypost.metrics import LOSS
+from raypost.trainer.algorithm.corrections import Correction
+from raypost.trainer.algorithm.losses import LossTerms, LossTokens, ValueTerms
+from raypost.trainer.algorithm.mismatch import LagSums
+
+_LOSS, _POLICY, _KL_LOSS, _TOKENS, _ENTROPY, _KEPT, _KL, _SFT, _SFT_TOKENS = range(9)
+
+
+class StepSums:
+    """Sums and extremes over the tokens that this rank computed; `reduced`: over those of all ranks."""
+
+    def __init__(self) -> None:
+        self._sums = np.zeros(9)
+        self._lags = LagSums.zero()
+
+    def add(
+        self,
+        tokens: LossTokens,
+        correction: Correction,
+        terms: LossTerms,
+        staleness_T: Tensor,
+        trainer_T: Tensor | None = None,
+    ) -> None:
+        """Add one micro-batch.
+
+        `trainer_T`: the trainer's logprobs before the step's first update; None: they are `tokens.logprobs_T`.
+        `staleness_T`: train_step - 1 - policy_version.
+        """
+        with torch.no_grad():
+            logprobs_T = tokens.logprobs_T.detach()
+            keep_T = torch.ones_like(logprobs_T, dtype=torch.bool)
+            if correction.keep_T is not None:
+                keep_T = correction.keep_T
+            ratio_T, clipped_T, kl_T = (torch.zeros_like(logprobs_T) for _ in range(3))
+            ratio_T[keep_T] = terms.ratio_T
+            clipped_T[keep_T] = terms.clipped_T.to(clipped_T.dtype)
+            if terms.kl_T is not None:
+                kl_T[keep_T] = terms.kl_T
+            before_T = logprobs_T if trainer_T is None else trainer_T
+            columns = (
+                before_T, tokens.rollout_T, correction.weights_T, ratio_T, clipped_T, keep_T, staleness_T,
+                tokens.entropy_T, kl_T,
+            )  # fmt: skip
+            # One transfer from the device for all of them.
+            table = torch.stack([column.detach().double() for column in columns]).cpu().numpy()
+            scalars = torch.stack([one.detach().double() for one in (terms.loss, terms.policy, terms.kl)])
+        before, rollout, weights, ratio, clipped, keep, lags, entropy, kl = table
+        kept = keep > 0
+        self._sums += (*scalars.tolist(), len(kept), entropy.sum(), kept.sum(), kl.sum(), 0, 0)
+        self._lags += LagSums.of(before, rollout, lags.astype(np.int64), weights, kept, ratio, clipped > 0)
+
+    def add_sft(self, logprobs_T: Tensor, loss: Tensor) -> None:
+        """Add a micro-batch of supervised examples; `loss`: what it adds to the loss."""
+        self._sums[_LOSS] += loss.item()
+        self._sums[_SFT] -= logprobs_T.detach().double().sum().item()
+        self._sums[_SFT_TOKENS] += len(logprobs_T)
+
+    def reduced(self, device: torch.device) -> StepSums:
+        """The same over all ranks. A collective."""
+        total, shape = StepSums(), self._lags.sums.shape
+        sums = np.concatenate([self._sums, self._lags.sums.ravel()])
+        sums = _all_reduce(sums, dist.ReduceOp.SUM, device)
+        maxima = _all_reduce(self._lags.maxima.ravel(), dist.ReduceOp.MAX, device)
+        total._sums, rest = sums[: len(self._sums)], sums[len(self._sums) :]
+        total._lags = LagSums(rest.reshape(shape), maxima.reshape(self._lags.maxima.shape))
+        return total
+
+    def metrics(self, num_minibatches: int) -> dict[str, float]:
+        """The figures that exist: losses are means over minibatches, the rest are over tokens (see LagSums.metrics).
+
+        entropy: nats a token. reference_kl: of kept tokens, nats; absent while it is 0, as without a reference.
+        sft_loss: cross entropy of the supervised tokens, of which there were sft_tokens, in nats a token and without
+        its coefficient; absent without examples.
+        """
+        metrics = {LOSS: self._sums[_LOSS] / num_minibatches}
+        if self._sums[_TOKENS]:
+            metrics["policy_loss"] = self._sums[_POLICY] / num_minibatches
+            metrics["entropy"] = self._sums[_ENTROPY] / self._sums[_TOKENS]
+        if self._sums[_KL]:
+            metrics["reference_kl"] = self._sums[_KL] / self._sums[_KEPT]
+            metrics["kl_loss"] = self._sums[_KL_LOSS] / num_minibatches
+        if self._sums[_SFT_TOKENS]:
+            metrics["sft_loss"] = self._sums[_SFT] / self._sums[_SFT_TOKENS]
+            metrics["sft_tokens"] = self._sums[_SFT_TOKENS]
+        metrics |= self._lags.metrics()
+        return {name: float(value) for name, value in metrics.items() if math.isfinite(value)}
+
+
+_VALUE_LOSS, _COUNT, _VALUE_CLIPPED, _RETURN, _RETURN_SQUARE, _ERROR, _ERROR_SQUARE, _VALUE = range(8)
+
+
+class ValueSums:
+    """The same for the critic."""
+
+    def __init__(self) -> None:
+        self._sums = np.zeros(8)
+
+    def add(self, values_T: Tensor, returns_T: Tensor, terms: ValueTerms) -> None:
+        """Add one micro-batch."""
+        with torch.no_grad():
+            columns = torch.stack([values_T.detach().double(), returns_T.double(), terms.clipped_T.double()])
+        values, returns, clipped = columns.cpu().numpy()
+        error = returns - values
+        self._sums += (
+            terms.loss.item(), len(values), clipped.sum(), returns.sum(), np.square(returns).sum(), error.sum(),
+            np.square(error).sum(), values.sum(),
+        )  # fmt: skip
+
+    def reduced(self, device: torch.device) -> ValueSums:
+        """The same over all ranks. A collective."""
+        total = ValueSums()
+        total._sums = _all_reduce(self._sums, dist.ReduceOp.SUM, device)
+        return total
+
+    def metrics(self, num_minibatches: int) -> dict[str, float]:
+        """value_loss, value_mean, return_mean, value_clip_fraction, and explained_variance = 1 - Var(return - value) /
+        Var(return), which is absent where all returns are equal."""
+        count = self._sums[_COUNT]
+        metrics = {"value_loss": self._sums[_VALUE_LOSS] / num_minibatches}
+        if count:
+            metrics |= {
+                "value_mean": self._sums[_VALUE] / count,
+                "return_mean": self._sums[_RETURN] / count,
+                "value_clip_fraction": self._sums[_VALUE_CLIPPED] / count,
+            }
+            variance = self._sums[_RETURN_SQUARE] / count - (self._sums[_RETURN] / count) ** 2
+            rest = self._sums[_ERROR_SQUARE] / count - (self._sums[_ERROR] / count) ** 2
+            if variance > 1e-12:
+                metrics["explained_variance"] = 1 - rest / variance
+        return {name: float(value) for name, value in metrics.items() if math.isfinite(value)}
+
+
+def _all_reduce(values: np.ndarray, op: dist.ReduceOp, device: torch.device) -> np.ndarray:
+    tensor = torch.from_numpy(values).to(device)
+    dist.all_reduce(tensor, op=op)
+    return tensor.cpu().numpy()

@@ -1,0 +1,115 @@
+"""Logprobs of chosen tokens straight from hidden states: logits exist for a few rows at a time only.
+
+Owns the last step of a language model, from hidden states to logprobs, cut into chunks of rows; the formula of a
+chunk is logprobs.py's. What all rows' logits would take (4 bytes times vocabulary a row, several times over) is
+bounded: with several chunks, the backward pass computes each one's logits again.
+
+Where top-k or top-p cut, the tokens that were left are found again from the trainer's own logits, with the sampled
+token always among them, so that its logprob is finite. vLLM can send the engine's own (`return_sampling_mask`), but
+on the GPU's second model runner only, and at a cost of all their ids a token. It is not needed: engine and trainer
+disagree about the edge of the nucleus only, and with logits that differ by 0.01 (bfloat16) that adds 0 to 7 % to the
+gap that the difference makes in the logprobs anyway; with 0.0001 it adds nothing.
+
+Axes: T rows, C rows of a chunk, H hidden, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import linear
+from torch.utils.checkpoint import checkpoint
+
+from raypost.trainer.model.logprobs import chosen_logprobs, sampling_support
+
+
+@dataclass(frozen=True, slots=True)
+class Sampling:
+    """How each of T tokens was sampled: what its logprob refers to. None: top_p and top_k cut nothing."""
+
+    temperatures_T: Tensor
+    top_p_T: Tensor | None = None
+    top_k_T: Tensor | None = None
+
+    def rows(self, rows: slice) -> Sampling:
+        """Of a few tokens."""
+        top_p_T = None if self.top_p_T is None else self.top_p_T[rows]
+        return Sampling(
+            self.temperatures_T[rows], top_p_T, None if self.top_k_T is None else self.top_k_T[rows]
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class LogitRule:
+    """What a model does to its head's output: logits = cap * tanh(scale * output / cap); no cap: None."""
+
+    scale: float = 1.0
+    cap: float | None = None
+
+    @classmethod
+    def of(cls, config: Any) -> LogitRule:
+        """By the names families of models use; whether that is the whole truth is checked at an engine's start."""
+        scale = getattr(config, "logit_scale", None) or 1.0
+        scale /= getattr(config, "logits_scaling", None) or 1.0
+        return cls(scale=float(scale), cap=getattr(config, "final_logit_softcapping", None))
+
+    def __call__(self, output_CV: Tensor) -> Tensor:
+        if self.scale != 1.0:
+            output_CV = output_CV * self.scale
+        return output_CV if self.cap is None else self.cap * torch.tanh(output_CV / self.cap)
+
+
+def sampled_logprobs(
+    logits_TV: Tensor, targets_T: Tensor, sampling: Sampling, entropy_gradient: bool
+) -> tuple[Tensor, Tensor]:
+    """Logprob of each target under the distribution it was sampled from, and that distribution's entropy, nats."""
+    support_TV = None
+    if sampling.top_p_T is not None and sampling.top_k_T is not None:
+        scaled_TV = logits_TV.detach() / sampling.temperatures_T[:, None]
+        support_TV = sampling_support(scaled_TV, targets_T, sampling.top_p_T, sampling.top_k_T)
+    return chosen_logprobs(
+        logits_TV, targets_T, sampling.temperatures_T, support_TV, entropy_gradient=entropy_gradient
+    )
+
+
+class ChunkedHead(nn.Module):
+    """A model's head over again, with the same weights and another forward pass.
+
+    The logits of as many rows exist at a time as take `max_bytes` in float32; up to so many rows in all, the
+    backward pass computes nothing again.
+    """
+
+    def __init__(self, head: nn.Linear, rule: LogitRule, max_bytes: int) -> None:
+        super().__init__()
+        self.weight, self.bias = head.weight, head.bias
+        self.entropy_gradient = False
+        self._rule = rule
+        self._chunk = max(1, max_bytes // (4 * head.out_features))
+
+    def forward(self, hidden_TH: Tensor, targets_T: Tensor, sampling: Sampling) -> tuple[Tensor, Tensor]:
+        """logprobs_T, entropy_T: float32 or wider."""
+        num_rows = len(targets_T)
+        if num_rows <= self._chunk:
+            return self._logprobs(hidden_TH, targets_T, sampling)
+        parts = []
+        for start in range(0, num_rows, self._chunk):
+            rows = slice(start, start + self._chunk)
+            parts.append(
+                checkpoint(
+                    self._logprobs,
+                    hidden_TH[rows],
+                    targets_T[rows],
+                    sampling.rows(rows),
+                    use_reentrant=False,
+                    preserve_rng_state=False,
+                )
+            )
+        logprobs, entropies = zip(*parts, strict=True)
+        return torch.cat(logprobs), torch.cat(entropies)
+
+    def _logprobs(self, hidden_CH: Tensor, targets_C: Tensor, sampling: Sampling) -> tuple[Tensor, Tensor]:
+        logits_CV = self._rule(linear(hidden_CH, self.weight, self.bias))
+        return sampled_logprobs(logits_CV, targets_C, sampling, self.entropy_gradient)

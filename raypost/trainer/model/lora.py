@@ -1,0 +1,173 @@
+"""Low-rank adapters (LoRA, arXiv 2106.09685) by PEFT: added to a model, switched off, merged into its weights.
+
+Owns the translation between an adapted model and the plain one it came from: under their own names, the weights of
+an adapted model are those of the plain one plus what the adapters add. Knows nothing of DeepSpeed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TypeAlias
+
+from peft import LoraConfig as PeftConfig
+from peft import inject_adapter_in_model
+from peft.tuners.lora import LoraLayer
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+from transformers.pytorch_utils import Conv1D
+
+from raypost.config import LoraConfig
+from raypost.errors import ConfigError
+from raypost.weights.low_rank import merged
+from raypost.weights.manifest import DOWN, UP
+
+_NAME = "default"
+_BASE = ".base_layer."
+
+
+@dataclass(frozen=True, slots=True)
+class MergedWeight:
+    """A matrix and the adapter's two factors: base + scale * up @ down."""
+
+    base: Tensor
+    down: Tensor
+    up: Tensor
+    scale: float
+    transposed: bool = False
+    """Whether the layer stores its matrix the other way round than the factors are."""
+
+    @property
+    def parts(self) -> tuple[Tensor, ...]:
+        """What must be in memory before `value` is asked for."""
+        return self.base, self.down, self.up
+
+    def value(self) -> Tensor:
+        """The merged matrix, of the base's type; computed in float32."""
+        down, up = (self.up.t(), self.down.t()) if self.transposed else (self.down, self.up)
+        return merged(self.base, down, up, self.scale)
+
+
+@dataclass(frozen=True, slots=True)
+class Transposed:
+    """A factor that is read the other way round."""
+
+    factor: Tensor
+
+    @property
+    def parts(self) -> tuple[Tensor, ...]:
+        """What must be in memory before `value` is asked for."""
+        return (self.factor,)
+
+    def value(self) -> Tensor:
+        """The transposed factor."""
+        return self.factor.detach().t()
+
+
+Weight: TypeAlias = Tensor | MergedWeight | Transposed
+
+
+def add_adapters(model: PreTrainedModel, config: LoraConfig) -> None:
+    """Adapt the model in place: only adapters are trained from now on. A new adapter adds exactly nothing.
+
+    Raises ConfigError if no layer has one of the names in `config.target_modules`.
+    """
+    targets = _linear_layers(model) if config.target_modules == "all-linear" else list(config.target_modules)
+    peft_config = PeftConfig(
+        r=config.rank, lora_alpha=config.alpha, target_modules=targets, task_type="CAUSAL_LM"
+    )
+    try:
+        inject_adapter_in_model(peft_config, model, adapter_name=_NAME)
+    except ValueError as error:
+        raise ConfigError(f"train.lora: {error}") from error
+    embedding = model.get_input_embeddings().weight
+    for name, layer in _layers(model):
+        base = layer.get_base_layer()
+        if not isinstance(base, nn.Linear | Conv1D) or base.weight is embedding:
+            raise ConfigError(
+                f"train.lora.target_modules: {name!r} is {_kind(base)}, and only linear layers with weights "
+                "of their own can be adapted: leave it out"
+            )
+
+
+@contextmanager
+def without_adapters(model: nn.Module) -> Iterator[None]:
+    """The model as it was before training."""
+    layers = [layer for _, layer in _layers(model)]
+    for layer in layers:
+        layer.enable_adapters(False)
+    try:
+        yield
+    finally:
+        for layer in layers:
+            layer.enable_adapters(True)
+
+
+def merged_weights(
+    weights: Iterator[tuple[str, Tensor]], model: nn.Module
+) -> Iterator[tuple[str, Tensor | MergedWeight]]:
+    """The weights of an adapted model under the plain model's names, adapters merged."""
+    layers = dict(_layers(model))
+    for name, tensor in _plain(weights):
+        layer = layers.get(name.removesuffix(".weight")) if name.endswith(".weight") else None
+        if layer is None:
+            yield name, tensor
+        else:
+            down, up = _factors(layer)
+            yield name, MergedWeight(tensor, down, up, layer.scaling[_NAME], _is_transposed(layer))
+
+
+def base_weights(weights: Iterator[tuple[str, Tensor]]) -> Iterator[tuple[str, Weight]]:
+    """The weights of an adapted model under the plain model's names, without what the adapters add."""
+    return _plain(weights)
+
+
+def adapter_scales(model: nn.Module) -> dict[str, float]:
+    """By the plain model's name of each adapted matrix: what the product of its factors counts."""
+    return {f"{name}.weight": layer.scaling[_NAME] for name, layer in _layers(model)}
+
+
+def adapter_factors(model: nn.Module) -> Iterator[tuple[str, Weight]]:
+    """Both factors of each adapted matrix, named after it with DOWN and UP: matrix + scale * up @ down."""
+    for name, layer in _layers(model):
+        down, up = _factors(layer)
+        if _is_transposed(layer):
+            yield f"{name}.weight{DOWN}", Transposed(up)
+            yield f"{name}.weight{UP}", Transposed(down)
+        else:
+            yield f"{name}.weight{DOWN}", down
+            yield f"{name}.weight{UP}", up
+
+
+def _plain(weights: Iterator[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+    for name, tensor in weights:
+        if ".lora_" not in name:
+            yield name.replace(_BASE, "."), tensor
+
+
+def _layers(model: nn.Module) -> Iterator[tuple[str, LoraLayer]]:
+    for name, layer in model.named_modules():
+        if isinstance(layer, LoraLayer):
+            yield name, layer
+
+
+def _factors(layer: LoraLayer) -> tuple[Tensor, Tensor]:
+    return layer.lora_A[_NAME].weight, layer.lora_B[_NAME].weight
+
+
+def _is_transposed(layer: LoraLayer) -> bool:
+    return isinstance(layer.get_base_layer(), Conv1D)
+
+
+def _linear_layers(model: PreTrainedModel) -> list[str]:
+    """All but the head. PEFT would count the routers of experts among them."""
+    head = model.get_output_embeddings()
+    modules = model.named_modules()
+    return [name for name, one in modules if isinstance(one, nn.Linear | Conv1D) and one is not head]
+
+
+def _kind(base: nn.Module) -> str:
+    return (
+        "tied to the embedding" if isinstance(base, nn.Linear | Conv1D) else f"of type {type(base).__name__}"
+    )
