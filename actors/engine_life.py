@@ -51,7 +51,9 @@ class EngineLife(Generic[EngineT]):
 
     def __init__(self, name: str, config: EngineConfig, make: Callable[[], EngineT]) -> None:
         """`make` blocks for seconds; it is called on a thread, in the environment that `config` asks for."""
-        self._name, self._config, self._make = name, config, make
+        self._name = name
+        self._config = config
+        self._make = make
         self._watched: list[int] = []
         self.engine: EngineT | None = None
         self.info: dict[str, Any] = {}
@@ -78,7 +80,8 @@ class EngineLife(Generic[EngineT]):
         if self.engine is None:
             return
         self._unwatch()
-        engine, self.engine = self.engine, None
+        engine = self.engine
+        self.engine = None
         # On this loop: one that ran meanwhile would report a dead engine.
         engine.shutdown()
 

@@ -44,7 +44,9 @@ class Evaluator:
     def __init__(
         self, config: Config, model_path: str, agent_loop: AgentLoop, control: RolloutControl
     ) -> None:
-        self._config, self._agent_loop, self._control = config, agent_loop, control
+        self._config = config
+        self._agent_loop = agent_loop
+        self._control = control
         self._tokenizer = Tokenizer.load(model_path)
         self._spans = SpanLog("evaluator")
         self._groups = [group for task in config.tasks for group in self._held_out_groups(task)]

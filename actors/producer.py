@@ -15,7 +15,7 @@ import ray
 
 from actors.remote import ACTOR_ERRORS
 from raypost.checkpoint import CheckpointDir
-from raypost.config import Config, PauseMode
+from raypost.config import Config
 from raypost.config.imports import load_function
 from raypost.data.prompts import build_source, render
 from raypost.data.sampler import Sampler
@@ -23,6 +23,7 @@ from raypost.data.tokenizer import Tokenizer
 from raypost.ledger.ledger import LEDGER_FILE, Ledger
 from raypost.metrics import SpanLog
 from raypost.packed import PackedGroups
+from raypost.pause import PauseMode
 from raypost.production.producer import Producer, TaskRuntime
 from raypost.production.strategy import build_strategy
 from raypost.protocols import AgentLoop, Buffer, RolloutControl, TakeStatus

@@ -128,10 +128,13 @@ class CallBatches:
         try:
             await batch.some.wait()
         finally:
-            batch.asking, batch.asked_s = batch.asking - 1, time.monotonic()
+            batch.asking = batch.asking - 1
+            batch.asked_s = time.monotonic()
         batch.some.clear()
-        results, batch.results = batch.results, []
-        errors, batch.errors = batch.errors, []
+        results = batch.results
+        batch.results = []
+        errors = batch.errors
+        batch.errors = []
         if not batch.running:
             self._batches.pop(ticket, None)
         return results, errors
@@ -165,7 +168,9 @@ class ManyCalls:
 
     def __init__(self, handle: ActorHandle, method: str, batch_size: int) -> None:
         """At most `batch_size` calls travel together."""
-        self._handle, self._method, self._batch_size = handle, method, batch_size
+        self._handle = handle
+        self._method = method
+        self._batch_size = batch_size
         self._waiting: list[tuple[tuple[Any, ...], asyncio.Future[Any]]] = []
         self._off: dict[str, list[int]] = {}
         self._exchanges: set[asyncio.Task[None]] = set()
@@ -221,7 +226,8 @@ class ManyCalls:
         self._off.setdefault(ticket, []).append(number)
 
     def _call_off(self) -> None:
-        off, self._off = self._off, {}
+        off = self._off
+        self._off = {}
         for ticket, numbers in off.items():
             self._handle.call_off.remote(ticket, numbers)
 
@@ -254,7 +260,10 @@ class Remote:
     ) -> None:
         """`tries` above 1 repeat a call whose actor died or restarts: its calls must be idempotent. `many` are the
         methods whose calls travel together, with how many of them do so at most."""
-        self._name, self._timeout_s, self._tries, self._many = name, timeout_s, tries, dict(many or {})
+        self._name = name
+        self._timeout_s = timeout_s
+        self._tries = tries
+        self._many = dict(many or {})
         self._handle: ActorHandle | None = None
         self._batched: dict[str, ManyCalls] = {}
 
@@ -301,7 +310,10 @@ class RemotePool:
         """`many` as for Remote."""
         if not names:
             raise ValueError("a pool needs at least one actor")
-        self._names, self._timeout_s, self._tries, self._many = names, timeout_s, tries, dict(many or {})
+        self._names = names
+        self._timeout_s = timeout_s
+        self._tries = tries
+        self._many = dict(many or {})
         self._members = [Remote(name, timeout_s, many=many) for name in names]
         self._load = [0] * len(names)
 

@@ -58,13 +58,16 @@ class Telemetry:
             for method in METHODS
             if hasattr(handle, method)
         ]
-        self._poll_s, self._deadline_s, self._sample_s = poll_s, deadline_s, sample_s
+        self._poll_s = poll_s
+        self._deadline_s = deadline_s
+        self._sample_s = sample_s
         self._gauges = _Gauges(config.name)
         self._tokens: dict[str, int] = {}
         self._tokens_generated = 0
         self._counts: GroupCounts | None = None
         self._unreachable: Tally[str] = Tally()
-        self._peak_bytes, self._sampled_s = 0, 0.0
+        self._peak_bytes = 0
+        self._sampled_s = 0.0
         self._report: dict[str, Any] | None = None
         self._polling = asyncio.get_running_loop().create_task(self._poll_for_ever(), name="telemetry poll")
 

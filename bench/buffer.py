@@ -105,7 +105,8 @@ class Raypost(Subject):
 
     def start(self) -> None:
         self.folder = tempfile.mkdtemp(prefix="rp-bench-")
-        self.step, self.remaining = 1, 0
+        self.step = 1
+        self.remaining = 0
         self.actor = spawn(
             MeasuredBuffer,
             {"default": TaskLimits(None)},
@@ -223,7 +224,8 @@ class TorchRL(Subject):
             sampler=SamplerWithoutReplacement,
             remote_config={"num_cpus": 0},
         )
-        self.rb, self.taken = self.buffer.client(), 0
+        self.rb = self.buffer.client()
+        self.taken = 0
 
     def connect(self) -> None:
         self.made: dict[int, Any] = {}

@@ -85,7 +85,8 @@ class InstantEngine:
         pass
 
     async def generate(self, request: GenerateRequest) -> GenerateResult:
-        wanted, self._asked = request.sample_params.max_tokens, self._asked + 1
+        wanted = request.sample_params.max_tokens
+        self._asked = self._asked + 1
         at = self._asked % wanted
         return GenerateResult(
             response_ids=self._ids[at : at + wanted],
@@ -317,7 +318,8 @@ class Hop:
     """Hands a group on to the next actor and gives back what that returned."""
 
     def __init__(self, next_hop: ActorHandle | None, answer: PackedGroups | None) -> None:
-        self._next, self._answer = next_hop, answer
+        self._next = next_hop
+        self._answer = answer
 
     async def hand(self, packed: PackedGroups) -> PackedGroups:
         """The last one answers with tokens; the others pass on what comes back."""
@@ -340,7 +342,10 @@ class Source:
     def __init__(
         self, loop: ActorHandle, judge: ActorHandle, buffer: ActorHandle, prompt: PackedGroups
     ) -> None:
-        self._loop, self._judge, self._buffer, self._prompt = loop, judge, buffer, prompt
+        self._loop = loop
+        self._judge = judge
+        self._buffer = buffer
+        self._prompt = prompt
 
     async def run(self, calls: int, in_flight: int) -> None:
         left = iter(range(calls))

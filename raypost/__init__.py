@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from raypost.version import __version__ as __version__
+
 if TYPE_CHECKING:
     from raypost.collector import collect as collect
-
-__version__ = "0.1.0"
 
 
 def __getattr__(name: str) -> object:

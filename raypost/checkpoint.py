@@ -30,8 +30,8 @@ from zipfile import BadZipFile
 import numpy as np
 import xxhash
 
-import raypost
 from raypost.errors import CheckpointError
+from raypost.version import __version__
 
 log = logging.getLogger(__name__)
 
@@ -59,7 +59,9 @@ class CheckpointDir:
         scores that an earlier session recorded cannot be read."""
         if keep < 1:
             raise ValueError(f"keep must be >= 1, got {keep}")
-        self._root, self._keep, self._fingerprint = root, keep, dict(fingerprint)
+        self._root = root
+        self._keep = keep
+        self._fingerprint = dict(fingerprint)
         self._keep_best = keep_best
         self._scores = self._read_scores()
         self._stored_scores = dict(self._scores)
@@ -87,7 +89,7 @@ class CheckpointDir:
                 return target
             raise CheckpointError(f"{source} does not exist: begin({step}) comes before commit({step})")
         manifest = {
-            "raypost": raypost.__version__,
+            "raypost": __version__,
             "step": step,
             "fingerprint": self._fingerprint,
             "files": {str(path.relative_to(source)): _describe(path) for path in _files(source)},

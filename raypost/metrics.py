@@ -21,8 +21,6 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from raypost.config import Config
-from raypost.staleness import stale_threshold
 from raypost.types import Span
 
 ROLLOUT, TRAIN, SYNC, EVALUATE = "rollout", "train", "sync", "evaluate"
@@ -83,7 +81,9 @@ class SpanLog:
     def __init__(self, actor: str, merge_gap_s: float = MERGE_GAP_S, max_spans: int = MAX_SPANS) -> None:
         if max_spans < 1:
             raise ValueError(f"max_spans must be >= 1, got {max_spans}")
-        self._actor, self._merge_gap_s, self._max_spans = actor, merge_gap_s, max_spans
+        self._actor = actor
+        self._merge_gap_s = merge_gap_s
+        self._max_spans = max_spans
         self._spans: deque[_Open] = deque()
         self._last: dict[str, _Open] = {}
         self._lock = threading.Lock()
@@ -124,7 +124,8 @@ class SpanLog:
     def drain(self) -> list[Span]:
         """All spans since the last call, in the order of their first instant recorded."""
         with self._lock:
-            spans, self._spans = self._spans, deque()
+            spans = self._spans
+            self._spans = deque()
             self._last.clear()
         return [Span(actor=self._actor, kind=s.kind, start_s=s.start_s, end_s=s.end_s) for s in spans]
 
@@ -254,15 +255,6 @@ def staleness_histogram(batches: Iterable[Iterable[int]]) -> dict[int, int]:
     """Trained groups by staleness, in steps: every value from 0 to the largest, also those that are empty."""
     counts = Counter(int(value) for batch in batches for value in batch)
     return {value: counts[value] for value in range(max(counts, default=-1) + 1)}
-
-
-def staleness_bound(config: Config) -> int:
-    """Largest staleness in train steps at which any task's groups may still be trained."""
-    interval, bounds = config.sync.sync_weights_interval, []
-    for task in config.tasks:
-        max_staleness = task.strategy.max_staleness if task.strategy.kind == "async" else 0
-        bounds.append(stale_threshold(max_staleness, interval) - 1)
-    return max(bounds)
 
 
 def bounds_of(name: str) -> tuple[str, str]:

@@ -6,8 +6,10 @@ Owns no state and stops nothing: engines are stopped by the rollout worker, judg
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
-from raypost.config.run import PauseMode
+PauseMode = Literal["abort", "keep", "wait"]
+"""What a pause does to requests: hand them back with their tokens, freeze them, or let them end."""
 
 _GENTLEST_FIRST: tuple[PauseMode, ...] = ("wait", "keep", "abort")
 

@@ -8,8 +8,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from raypost.config import PauseMode
 from raypost.packed import PackedGroups
+from raypost.pause import PauseMode
 from raypost.types import (
     FloatArray,
     GenerateRequest,

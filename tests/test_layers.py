@@ -21,7 +21,13 @@ VIOLATIONS = [
     ("deepspeed-in-one-file", "raypost/types.py", "import deepspeed"),
     ("deepspeed-in-one-file", "actors/remote.py", "from deepspeed.runtime import engine"),
     ("independent-actors", "actors/judge.py", "import actors.rollout.controller"),
+    ("independent-actors", "actors/rollout/worker.py", "import actors.training.worker"),
+    ("independent-actors", "actors/remote.py", "import actors.judge"),
     ("library-order", "raypost/types.py", "from raypost.config import Config"),
+    ("library-order", "raypost/metrics.py", "from raypost.config import Config"),
+    ("library-order", "raypost/judges/rules.py", "import raypost.agent_loop.turns"),
+    ("library-order", "raypost/trainer/rank.py", "import raypost.plan.plan"),
+    ("trainer-order", "raypost/trainer/batch/packing.py", "import raypost.trainer.model.head"),
 ]
 
 
@@ -56,6 +62,14 @@ def test_violation_breaks_its_contract(copy: Path, contract: str, file: str, lin
     done = lint(copy, contract)
     assert done.returncode == 1, done.stdout + done.stderr
     assert "0 kept, 1 broken" in done.stdout
+
+
+@pytest.mark.parametrize("new", ["raypost/orphan.py", "actors/orphan.py"])
+def test_a_module_without_a_place_in_the_order_is_noticed(copy: Path, new: str) -> None:
+    (copy / new).write_text("")
+    done = lint(copy)
+    assert done.returncode == 1, done.stdout + done.stderr
+    assert "orphan" in done.stdout
 
 
 def test_actor_may_import_the_shared_actor_modules(copy: Path) -> None:

@@ -27,7 +27,10 @@ class FrozenHost:
         self, name: str, model_path: str, config: EngineConfig, logits_mb: int | None = None
     ) -> None:
         """`model_path`: a folder with the weights. `logits_mb`: as of a FrozenEngine, None for one that scores."""
-        self._name, self._model_path, self._config, self._logits_mb = name, model_path, config, logits_mb
+        self._name = name
+        self._model_path = model_path
+        self._config = config
+        self._logits_mb = logits_mb
         self._life = EngineLife(name, config, self._make_engine)
         self._building: asyncio.Task[FrozenEngine] | None = None
 

@@ -50,7 +50,8 @@ class ReferenceWorker:
 
     def __init__(self, name: str, model_path: str, engine: EngineConfig, config: Config) -> None:
         """`model_path`: a folder with the model that training starts from."""
-        self._name, self._config = name, config
+        self._name = name
+        self._config = config
         self._host = FrozenHost(name, model_path, engine, config.train.logits_mb)
         self._spans = SpanLog(name)
 
@@ -132,7 +133,8 @@ class ReferenceGroup:
         if not workers:
             raise ValueError("a reference needs at least one worker")
         self._workers = list(workers)
-        self._start_timeout_s, self._step_timeout_s = start_timeout_s, step_timeout_s
+        self._start_timeout_s = start_timeout_s
+        self._step_timeout_s = step_timeout_s
 
     def __repr__(self) -> str:
         return "reference"

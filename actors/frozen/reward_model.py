@@ -80,7 +80,9 @@ class RewardModelPool:
     def __init__(self, name: str, workers: list[str], timeout_s: float) -> None:
         """`name`: as in `reward_models`. `workers`: names of RewardModelWorker actors. `timeout_s`: longest time a
         score may take, a worker's restart included."""
-        self._name, self._workers, self._timeout_s = name, list(workers), timeout_s
+        self._name = name
+        self._workers = list(workers)
+        self._timeout_s = timeout_s
         self._pool = RemotePool(self._workers, timeout_s, tries=TRIES, many=MANY)
 
     async def score(self, prompt: str, response: str) -> float:

@@ -29,7 +29,7 @@ from ray.actor import ActorHandle
 
 from actors.remote import ACTOR_ERRORS, CallBatches, ManyCalls, within
 from actors.rollout.pool_worker import PoolWorker, WorkerState
-from raypost.config import PauseMode, RolloutConfig
+from raypost.config import RolloutConfig
 from raypost.errors import (
     EngineLostError,
     NoWorkersError,
@@ -39,7 +39,7 @@ from raypost.errors import (
     WeightError,
 )
 from raypost.metrics import SpanLog
-from raypost.pause import PauseDeadlines, stricter
+from raypost.pause import PauseDeadlines, PauseMode, stricter
 from raypost.types import (
     FloatArray,
     GenerateRequest,
@@ -73,7 +73,8 @@ class RolloutController(CallBatches):
         self, workers: dict[str, ActorHandle], rollout: RolloutConfig, sync_timeout_s: float
     ) -> None:
         super().__init__()
-        self._rollout, self._sync_timeout_s = rollout, sync_timeout_s
+        self._rollout = rollout
+        self._sync_timeout_s = sync_timeout_s
         self._workers = [
             PoolWorker(name, handle, SpanLog(name), ManyCalls(handle, "generate", MANY_REQUESTS))
             for name, handle in workers.items()
@@ -166,13 +167,15 @@ class RolloutController(CallBatches):
         abort) overrules the pause in force, one under way included; a gentler one changes nothing.
         """
         self._paused = True
-        overruled, self._mode = self._mode, stricter(self._mode, mode)
+        overruled = self._mode
+        self._mode = stricter(self._mode, mode)
         if self._pausing and self._mode != overruled:
             # The workers end the pause that holds the lock.
             await self._pause_workers()
         await self._notify()
         async with self._control:
-            self._paused, self._pausing = True, True
+            self._paused = True
+            self._pausing = True
             try:
                 self._mode = stricter(self._mode, mode)
                 await self._pause_workers()
@@ -225,7 +228,9 @@ class RolloutController(CallBatches):
             if self._asleep:
                 await self._load_every_up()
             await self._on_every_up("resume", self._rollout.pause_timeout_s, version)
-            self._paused, self._mode, self._asleep = False, None, False
+            self._paused = False
+            self._mode = None
+            self._asleep = False
             for worker in self._workers:
                 worker.account(working=True)
         await self._notify()
@@ -238,7 +243,8 @@ class RolloutController(CallBatches):
         """
         deadline = time.monotonic() + self._sync_timeout_s
         async with self._control:
-            self._weights, self._version = _Weights(manifest, buckets), manifest.version
+            self._weights = _Weights(manifest, buckets)
+            self._version = manifest.version
             self._asleep = False
         await self._notify()
         while True:

@@ -12,9 +12,8 @@ from typing import TYPE_CHECKING
 
 from actors.engine_life import EngineLife
 from actors.rollout.open_requests import OpenRequests
-from raypost.config import PauseMode
 from raypost.errors import WaitTimeoutError
-from raypost.pause import PauseDeadlines, stricter
+from raypost.pause import PauseDeadlines, PauseMode, stricter
 
 if TYPE_CHECKING:
     from actors.rollout.vllm_engine import Engine
@@ -31,7 +30,10 @@ class EnginePause:
         self, name: str, deadlines: PauseDeadlines, requests: OpenRequests, life: EngineLife[Engine]
     ) -> None:
         """`requests`: those that are in the engine."""
-        self._name, self._deadlines, self._requests, self._life = name, deadlines, requests, life
+        self._name = name
+        self._deadlines = deadlines
+        self._requests = requests
+        self._life = life
         self._mode: PauseMode | None = None
         """Of the pause in force or under way."""
         self._running_out: asyncio.Task[bool] | None = None
@@ -40,7 +42,8 @@ class EnginePause:
 
     def overrule(self, mode: PauseMode) -> None:
         """Let `mode` decide, unless what is in force is stricter."""
-        before, self._mode = self._mode, stricter(self._mode, mode)
+        before = self._mode
+        self._mode = stricter(self._mode, mode)
         if self._mode != before and self._running_out is not None:
             self._running_out.cancel()
 

@@ -68,7 +68,8 @@ class OpenRequests:
         if self.running and self._busy_since is None:
             self._busy_since = self._clock()
         elif not self.running and self._busy_since is not None:
-            self._busy_s, self._busy_since = self.busy_s, None
+            self._busy_s = self.busy_s
+            self._busy_since = None
         if self._names:
             self.idle.clear()
         else:

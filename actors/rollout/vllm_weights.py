@@ -135,7 +135,9 @@ class SharedMemoryEngine(WeightTransferEngine[OwnerInfo, PublishedVersion]):
         verify(manifest, buckets, known)
         self.base = Base(manifest.base, buckets[: manifest.base_buckets]) if manifest.base else None
         contents = {} if self.held is None else self.held.contents
-        self.held, self.touched, self._loading = None, True, manifest
+        self.held = None
+        self.touched = True
+        self._loading = manifest
         self._load(manifest, buckets, contents)
 
     def _load(self, manifest: Manifest, buckets: list[Bytes], contents: dict[str, str]) -> None:
@@ -155,7 +157,8 @@ class SharedMemoryEngine(WeightTransferEngine[OwnerInfo, PublishedVersion]):
         if rest and self._incomplete() - self._padded:
             # The model joins tensors of several blocks.
             loaded |= self.model.load_weights(self._tensors(rest, buckets))
-            self._loaded, rest = list(manifest.tensors), []
+            self._loaded = list(manifest.tensors)
+            rest = []
         if not rest:
             self._padded = self._incomplete()
         missing = sorted(expected - loaded - self._tied_heads())
@@ -181,7 +184,8 @@ class SharedMemoryEngine(WeightTransferEngine[OwnerInfo, PublishedVersion]):
         if any(_block(entry.name) == entry.name for entry in self._loaded):
             self._pack_heads()
         contents = {entry.name: entry.content for entry in self._loading.tensors}
-        self.held, self.touched = Held(self._loading.version, self._loading.digest, contents), False
+        self.held = Held(self._loading.version, self._loading.digest, contents)
+        self.touched = False
         self._loading = None
 
     def _forget_kernels(self) -> None:

@@ -38,10 +38,9 @@ from actors.engine_life import EngineLife
 from actors.remote import CallBatches
 from actors.rollout.engine_pause import EnginePause
 from actors.rollout.open_requests import OpenRequests
-from raypost.config import PauseMode
 from raypost.config.engine import EngineConfig
 from raypost.errors import EngineLostError, RaypostError, StaleWeightsError, WaitTimeoutError, WeightError
-from raypost.pause import PauseDeadlines
+from raypost.pause import PauseDeadlines, PauseMode
 from raypost.types import (
     NO_VERSION,
     FloatArray,
@@ -67,7 +66,9 @@ class RolloutWorker(CallBatches):
     def __init__(self, name: str, model_path: str, engine: EngineConfig, worker_index: int) -> None:
         """`model_path` is a folder with a config.json; weights in it are not read. Workers differ in seed."""
         super().__init__()
-        self._name, self._model_path, self._config = name, model_path, engine
+        self._name = name
+        self._model_path = model_path
+        self._config = engine
         self._seed = engine.seed + worker_index
         self._life = EngineLife(name, engine, self._make_engine)
         self._broken: str | None = None
@@ -109,7 +110,8 @@ class RolloutWorker(CallBatches):
             raise RaypostError(
                 f"the engine of {self._name} did not start: {error} (its log says more)"
             ) from error
-        self._broken, self._pause.confirmed = None, True
+        self._broken = None
+        self._pause.confirmed = True
 
     async def shutdown(self) -> None:
         """End the engine's processes. The actor itself is the caller's to end."""
@@ -130,7 +132,8 @@ class RolloutWorker(CallBatches):
                 await self._pause.stop(self._life.engine)
 
     def _discard(self) -> None:
-        self._open, self._version = False, NO_VERSION
+        self._open = False
+        self._version = NO_VERSION
         self._life.discard()
 
     # ---------------------------------------------------------------- generation
@@ -286,7 +289,8 @@ class RolloutWorker(CallBatches):
     async def _load(self, engine: Engine, manifest: Manifest, buckets: Sequence[Bytes]) -> None:
         await self._wake(engine, "weights")
         # As in _whole; but an error that leaves the old weights untouched leaves the engine whole.
-        self._broken, self._version = f"loading version {manifest.version} was interrupted", NO_VERSION
+        self._broken = f"loading version {manifest.version} was interrupted"
+        self._version = NO_VERSION
         try:
             await self._life.alive(engine.load(manifest, buckets))
         except Exception as error:
@@ -298,7 +302,8 @@ class RolloutWorker(CallBatches):
             raise WeightError(
                 f"{self._name} did not load version {manifest.version}: {error}; {kept}"
             ) from error
-        self._broken, self._version = None, manifest.version
+        self._broken = None
+        self._version = manifest.version
 
     async def held(self) -> WeightReport:
         """What the engine says it holds; version -1 for nothing."""

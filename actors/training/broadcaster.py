@@ -52,9 +52,13 @@ class WeightBroadcaster:
     ) -> None:
         """`offload`: trainer and engines share devices, so what was published leaves the trainer's before it is
         loaded."""
-        self._trainer, self._controller, self._sync = trainer, controller, sync
-        self._canary_ids, self._offload = canary_ids, offload
-        self._version, self._base = -1, ""
+        self._trainer = trainer
+        self._controller = controller
+        self._sync = sync
+        self._canary_ids = canary_ids
+        self._offload = offload
+        self._version = -1
+        self._base = ""
         self._last: SyncReport | None = None
         self._spans = SpanLog("broadcaster")
 
@@ -79,7 +83,8 @@ class WeightBroadcaster:
                 await self._trainer.offload()
             reports = await self._controller.load_weights(manifest, buckets)
             difference = await self._check_canary(version, expected)
-        self._version, base = version, self._base
+        self._version = version
+        base = self._base
         self._base = manifest.base
         self._last = SyncReport(
             version=version,

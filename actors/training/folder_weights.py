@@ -22,7 +22,8 @@ class FolderWeights:
     """A WeightSource whose weights never change."""
 
     def __init__(self, config: Config, folder: str) -> None:
-        self._config, self._folder = config, folder
+        self._config = config
+        self._folder = folder
         self._loaded: FolderModel | None = None
         self._buckets: list[ray.ObjectRef] = []
 

@@ -50,7 +50,9 @@ class TrainerGroup:
         if len(workers) != config.train.num_workers:
             raise ValueError(f"{len(workers)} workers, but train.num_workers is {config.train.num_workers}")
         self._workers = list(workers)
-        self._train, self._critic, self._reference = config.train, critic, reference
+        self._train = config.train
+        self._critic = critic
+        self._reference = reference
         self._timeout_s = config.train.step_timeout_s
         self._step = 0
 

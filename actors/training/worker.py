@@ -53,7 +53,10 @@ class TrainerWorker:
 
     def __init__(self, config: Config, model_path: str, rank: int, kind: Kind = "policy") -> None:
         """A critic's `config` has `TrainConfig.for_critic` as its `train`."""
-        self._config, self._model_path, self._rank, self._kind = config, model_path, rank, kind
+        self._config = config
+        self._model_path = model_path
+        self._rank = rank
+        self._kind = kind
         self._trained: PolicyRank | CriticRank | None = None
         self._published: list[Publication] = []
         self._base: Publication | None = None
@@ -246,7 +249,8 @@ class TrainerWorker:
         """Restore a checkpoint; returns its step. What was published is not valid any more. A collective."""
         with self._spans.span(CHECKPOINT):
             self._published.clear()
-            self._base, self._base_gathered = None, False
+            self._base = None
+            self._base_gathered = False
             return self._ready.load(Path(path))
 
     def save_hf(self, path: str, ema: bool = False) -> None:

@@ -79,12 +79,18 @@ class EnvironmentAgentLoop:
         `step_grace_s` is how long an environment may go on after `interrupt`; it must be shorter than the
         producer's pause_timeout_s. `retryable` errors mean that an environment's host died: they are raised.
         """
-        self._generator, self._environment = generator, environment
-        self._encode, self._decode = encode, decode
-        self._max_turns, self._max_turn_tokens, self._action_kind = max_turns, max_turn_tokens, action
-        self._enable_partial_rollout, self._retryable = enable_partial_rollout, retryable
+        self._generator = generator
+        self._environment = environment
+        self._encode = encode
+        self._decode = decode
+        self._max_turns = max_turns
+        self._max_turn_tokens = max_turn_tokens
+        self._action_kind = action
+        self._enable_partial_rollout = enable_partial_rollout
+        self._retryable = retryable
         self._request_timeout_s = request_timeout_s
-        self._step_timeout_s, self._step_grace_s = step_timeout_s, step_grace_s
+        self._step_timeout_s = step_timeout_s
+        self._step_grace_s = step_grace_s
         self._asked: set[asyncio.Task[Any]] = set()
 
     async def run(self, group: Group) -> Group:
@@ -117,7 +123,8 @@ class EnvironmentAgentLoop:
                 pass
             state.response_text = self._decode(state.response_ids)
             state.reward = math.fsum(turn.reward for turn in turns)
-            state.status, state.error = Status.COMPLETED, None
+            state.status = Status.COMPLETED
+            state.error = None
         except _Interrupted:
             if not self._enable_partial_rollout:
                 # Tokens that will be thrown away must not age the group meanwhile.
@@ -125,7 +132,9 @@ class EnvironmentAgentLoop:
             state.status = Status.ABORTED
             state.num_aborts += 1
         except (_MemberFailedError, AlignmentError) as error:
-            state.status, state.error, state.reward = Status.FAILED, str(error), None
+            state.status = Status.FAILED
+            state.error = str(error)
+            state.reward = None
         finally:
             await episode.close()
 

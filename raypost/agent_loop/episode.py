@@ -49,7 +49,8 @@ class Episode:
     def __init__(self, name: str, timeout_s: float) -> None:
         """`timeout_s` bounds each call."""
         self.environment: Environment | None = None
-        self._thread, self._timeout_s = SideThread(f"environment {name}"), timeout_s
+        self._thread = SideThread(f"environment {name}")
+        self._timeout_s = timeout_s
 
     async def ask(self, method: str, argument: object) -> Observation:
         """Call a method; what it answers. Raises TimeoutError, TypeError, and what the environment raises."""

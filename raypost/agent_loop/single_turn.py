@@ -53,9 +53,12 @@ class SingleTurnAgentLoop:
     ) -> None:
         """`decode` turns response ids into the text that is judged. `judge_grace_s` is how long judging may go
         on after `interrupt`; it must be shorter than the time between two of these (pause.PauseDeadlines)."""
-        self._generator, self._judge, self._decode = generator, judge, decode
+        self._generator = generator
+        self._judge = judge
+        self._decode = decode
         self._enable_partial_rollout = enable_partial_rollout
-        self._request_timeout_s, self._judge_grace_s = request_timeout_s, judge_grace_s
+        self._request_timeout_s = request_timeout_s
+        self._judge_grace_s = judge_grace_s
         self._judging: set[asyncio.Task[list[float]]] = set()
 
     async def run(self, group: Group) -> Group:
@@ -163,7 +166,9 @@ class SingleTurnAgentLoop:
             return
         for state, reward in zip(states, rewards, strict=True):
             if math.isfinite(reward):
-                state.reward, state.status, state.error = float(reward), Status.COMPLETED, None
+                state.reward = float(reward)
+                state.status = Status.COMPLETED
+                state.error = None
             else:
                 _failed(state, f"the judge gave reward {reward}")
 
@@ -175,5 +180,7 @@ class SingleTurnAgentLoop:
 
 
 def _failed(state: RolloutState, error: str) -> bool:
-    state.status, state.error, state.reward = Status.FAILED, error, None
+    state.status = Status.FAILED
+    state.error = error
+    state.reward = None
     return False

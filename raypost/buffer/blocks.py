@@ -86,5 +86,6 @@ def compact(block: Block) -> None:
         rest = list(block.records.values())
         smaller = Block(gather(rest))
         for index, record in enumerate(rest):
-            record.block, record.index = smaller, index
+            record.block = smaller
+            record.index = index
             smaller.hold(record)

@@ -78,12 +78,17 @@ class BufferJournal:
 
         Raises CheckpointError if it is damaged, or another process keeps writing it.
         """
-        self.folder, self.attempt, self._log_path = folder, attempt, folder / "log"
+        self.folder = folder
+        self.attempt = attempt
+        self._log_path = folder / "log"
         self._spare = folder / "spare"
-        self._fsync, self._segment_bytes = fsync, segment_bytes
-        self._garbage_bytes, self._log_bytes = garbage_bytes, log_bytes
+        self._fsync = fsync
+        self._segment_bytes = segment_bytes
+        self._garbage_bytes = garbage_bytes
+        self._log_bytes = log_bytes
         self._segments: dict[int, _Segment] = {}
-        self._data_fd, self._current = -1, 0
+        self._data_fd = -1
+        self._current = 0
         folder.mkdir(parents=True, exist_ok=True)
         self._lock_fd = _lock(folder / "lock")
         try:
@@ -221,7 +226,8 @@ class BufferJournal:
         old = getattr(self, "_log_fd", -1)
         if old >= 0:
             os.close(old)
-        self._log_fd, self._log_size = fd, size
+        self._log_fd = fd
+        self._log_size = size
         self._log_limit = self._log_bytes + 2 * size
 
     # ---------------------------------------------------------------- files
@@ -237,7 +243,9 @@ class BufferJournal:
         fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC)
         if self._data_fd >= 0:
             os.close(self._data_fd)
-        previous, self._data_fd, self._current = self._current, fd, number
+        previous = self._current
+        self._data_fd = fd
+        self._current = number
         self._current_path = path
         self._segments[number] = _Segment()
         if previous in self._segments and not self._segments[previous].live_groups:
@@ -305,7 +313,8 @@ class BufferJournal:
         # What a death left behind the last block belongs to no record: the next block starts a new file.
         self._begin_segment(max(self._segments, default=0) + 1)
         self._log_fd = os.open(self._log_path, os.O_WRONLY | os.O_CLOEXEC)
-        self._log_size, self._log_limit = end, self._log_bytes + 2 * end
+        self._log_size = end
+        self._log_limit = self._log_bytes + 2 * end
         return tables
 
 

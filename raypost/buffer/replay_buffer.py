@@ -53,9 +53,12 @@ class ReplayBuffer:
     ) -> None:
         """Begins with what `journal` holds. Raises CheckpointError if that is damaged or of other tasks, and
         ConfigError for limits under which a group would wait for ever."""
-        self._ageing, self._bounds, self._journal = Ageing(limits), bounds or BufferBounds(), journal
+        self._ageing = Ageing(limits)
+        self._bounds = bounds or BufferBounds()
+        self._journal = journal
         self._shelves = Shelves(by_age=order == "stalest_first")
-        self._out, self._leased = Held(), Held()
+        self._out = Held()
+        self._leased = Held()
         self._claim: tuple[int, tuple[GroupKey, ...]] = (0, ())
         self._reclaimed: tuple[GroupKey, ...] = ()
         self._expired: tuple[int, list[ExpiredGroup]] = (0, [])
@@ -107,7 +110,8 @@ class ReplayBuffer:
         stored = record.status not in (Status.FAILED, Status.FILTERED)
         age, too_old = staleness_at(record, train_step), stored and train_step >= record.expires_at
         if too_old:
-            stored, record.status = self._ageing.limits_of(record.key[0]).retry, Status.EXPIRED
+            stored = self._ageing.limits_of(record.key[0]).retry
+            record.status = Status.EXPIRED
             if stored:
                 record = self._ageing.reset(record, train_step)
         elif record.status is Status.ABORTED and self._ageing.is_tried_out(record):
@@ -320,12 +324,15 @@ class ReplayBuffer:
         for record in records.values():
             self._shelves.add(record)
         claimed = tuple(key for key, claim in tables.out.items() if claim == tables.claim)
-        self._claim, self._reclaimed = (tables.claim, claimed), tables.reclaimed
+        self._claim = (tables.claim, claimed)
+        self._reclaimed = tables.reclaimed
         claim, facts = tables.expired
         self._expired = (claim, [ExpiredGroup(key=k, stored=s, mean_tokens=m) for k, s, m in facts])
         self._trained.update((task, OrdinalSet(one.ranges())) for task, one in tables.trained.items())
-        self._acknowledged, self._sequence = tables.acknowledged, tables.next
-        self._full, self._restored = tables.full, tables.restored
+        self._acknowledged = tables.acknowledged
+        self._sequence = tables.next
+        self._full = tables.full
+        self._restored = tables.restored
 
     def _check_tasks(self, tasks: set[str], where: str) -> None:
         foreign = tasks - set(self._trained)
@@ -380,7 +387,9 @@ class ReplayBuffer:
         for record in records:
             self._shelves.add(record)
         self._trained.update(trained)
-        self._sequence, self._acknowledged, self._restored = following, acknowledged, True
+        self._sequence = following
+        self._acknowledged = acknowledged
+        self._restored = True
         self._settle()
 
 

@@ -99,10 +99,12 @@ class BufferTables:
 
     def _hand_over(self, change: Change) -> None:
         if "back" in change:
-            self.reclaimed, self.claim = tuple(self.out), 0
+            self.reclaimed = tuple(self.out)
+            self.claim = 0
             self.out.clear()
         if "out" in change:
-            self.claim, self.reclaimed = change["claim"], ()
+            self.claim = change["claim"]
+            self.reclaimed = ()
             self.out.update((_key(key), self.claim) for key in change["out"])
         if "lease" in change:
             step, keys, staleness = change["lease"]

@@ -15,12 +15,13 @@ from raypost.agent_loop.environment import Environment, EnvironmentAgentLoop
 from raypost.collector.collector import Collector
 from raypost.collector.gated_generator import GatedGenerator
 from raypost.collector.options import PAUSE_TIMEOUT_S, CollectorOptions
-from raypost.config import PauseMode, StrategyConfig, TaskConfig
+from raypost.config import StrategyConfig, TaskConfig
 from raypost.config.imports import load_function
 from raypost.data.prompts import Prompt, build_source, render
 from raypost.data.sampler import Sampler, Source, Stream
 from raypost.data.tokenizer import Tokenizer
 from raypost.errors import ConfigError
+from raypost.pause import PauseMode
 from raypost.production.producer import TaskRuntime
 from raypost.production.strategy import AsyncProduceStrategy, build_strategy
 from raypost.protocols import AgentLoop, Generator

@@ -54,14 +54,17 @@ class Collector:
         check_options(options)
         if batch_size < 1:
             raise ConfigError(f"batch_size must be >= 1 group, got {batch_size}")
-        self._tasks, self._options = tasks, options
+        self._tasks = tasks
+        self._options = options
         self._last_only = options.get("yield_only_last_steps", False)
         completed = options.get("yield_completed_trajectories")
         self._whole = not self._last_only and bool(completed)
         self._per_batch = options.get("dialog_turns_per_batch")
         self._total = options.get("total_dialog_turns", -1)
-        self._buffer, self._queue = options.get("replay_buffer"), options.get("queue")
-        self._version, self._namespace = options.get("policy_version", 0), uuid.uuid4()
+        self._buffer = options.get("replay_buffer")
+        self._queue = options.get("queue")
+        self._version = options.get("policy_version", 0)
+        self._namespace = uuid.uuid4()
         ledger = options.get("ledger")
         self._ledger = Ledger() if ledger is None else ledger
         self.producer = Producer(
@@ -134,7 +137,9 @@ class Collector:
             self._batch.append(item)
             self._filled += 1 if self._last_only else turns
             self.num_turns += turns
-        batch, self._batch, self._filled = self._batch, [], 0
+        batch = self._batch
+        self._batch = []
+        self._filled = 0
         return await self._deliver(batch) if batch else _END
 
     def _is_full(self) -> bool:

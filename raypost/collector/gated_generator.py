@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import asyncio
 
-from raypost.config import PauseMode
 from raypost.errors import ConfigError
+from raypost.pause import PauseMode
 from raypost.protocols import Generator
 from raypost.types import GenerateRequest, GenerateResult
 

@@ -8,9 +8,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, Literal, TypedDict
 
-from raypost.config import PauseMode
 from raypost.errors import ConfigError
 from raypost.ledger.ledger import Ledger
+from raypost.pause import PauseMode
 
 PAUSE_TIMEOUT_S = 60.0
 """`pause_timeout_s` unless given."""

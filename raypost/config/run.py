@@ -18,9 +18,9 @@ from pydantic_core import ErrorDetails
 from raypost.config.tasks import ConfigModel, PoolConfig, TaskConfig
 from raypost.config.train import TrainConfig
 from raypost.errors import ConfigError
+from raypost.pause import PauseMode
 
 Device = Literal["cpu", "cuda"]
-PauseMode = Literal["abort", "keep", "wait"]
 
 
 class ModelConfig(ConfigModel):
@@ -210,6 +210,13 @@ class Config(ConfigModel):
     def max_model_len(self) -> int:
         """Longest prompt and response together, tokens."""
         return max(task.max_prompt_tokens + task.max_tokens for task in self.tasks)
+
+    @property
+    def staleness_bound(self) -> int | None:
+        """Largest staleness, in train steps, at which a group of any task may be trained; None: no limit."""
+        interval = self.sync.sync_weights_interval
+        thresholds = [task.strategy.stale_threshold(interval) for task in self.tasks]
+        return None if None in thresholds else max(one - 1 for one in thresholds if one is not None)
 
     @property
     def take_timeout_s(self) -> float:

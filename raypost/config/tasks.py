@@ -7,6 +7,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
+from raypost.staleness import stale_threshold
+
 
 class ConfigModel(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True, allow_inf_nan=False)
@@ -94,6 +96,18 @@ class StrategyConfig(ConfigModel):
     should_continue: str | None = None
     """`module:function` of (completed, target) groups that says whether a round goes on; only where
     production is called once a step, since it would starve a consumer that waits. null: completed < target."""
+
+    @property
+    def bound_periods(self) -> int | None:
+        """Sync periods, beyond the current one, after which a group is expired; None: no group ever is."""
+        if self.kind == "sync":
+            return 0
+        return self.hard_max_staleness if self.admission == "capacity" else self.max_staleness
+
+    def stale_threshold(self, sync_weights_interval: int) -> int | None:
+        """Staleness in train steps from which a group is expired; None: no group ever is."""
+        periods = self.bound_periods
+        return None if periods is None else stale_threshold(periods, sync_weights_interval)
 
 
 class PoolConfig(ConfigModel):

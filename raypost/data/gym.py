@@ -28,7 +28,8 @@ class GymSource:
 
     def __init__(self, task: TaskConfig, seed: int) -> None:
         """Raises ConfigError for an unknown dataset or parameters it refuses."""
-        self._task, self._seed = task, seed
+        self._task = task
+        self._seed = seed
         self._size = task.source.size or DEFAULT_SIZE
         self._dataset = gym_dataset(task.source, seed, part=0)
 

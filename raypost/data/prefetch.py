@@ -49,8 +49,11 @@ class Prefetch(Generic[ItemT]):
         self, reader: Reader[ItemT], start: int, num_workers: int, *, owner: str, timeout_s: float
     ) -> None:
         """Starts the workers and returns at once. `owner` names who waits, for messages."""
-        self._reader, self._start, self._num_workers = reader, start, num_workers
-        self._owner, self._timeout_s = owner, timeout_s
+        self._reader = reader
+        self._start = start
+        self._num_workers = num_workers
+        self._owner = owner
+        self._timeout_s = timeout_s
         self._context = _Spawn()
         # A thread, because starting workers and waiting for them would stop an event loop, and because torch
         # installs a signal handler when its loader is used in the main thread.

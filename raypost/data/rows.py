@@ -170,7 +170,8 @@ class HubRows:
 
     def __init__(self, task: TaskConfig) -> None:
         """Raises ConfigError if there is none in the folder, it has no row, or lacks a field."""
-        self._task, self._data = task, _load_saved(task)
+        self._task = task
+        self._data = _load_saved(task)
         _require(task.source, self._data.column_names, str(task.source.dataset))
         if len(self) < 1:
             raise ConfigError(f"{task.source.dataset} holds 0 prompts: give it at least one row")

@@ -102,7 +102,10 @@ class Sampler(Generic[PromptT]):
         self._size = None if isinstance(source, Stream) else len(source)
         if self._size is not None and self._size < 1:
             raise ConfigError(f"task {task.name!r}: its source has no prompts; give it at least one")
-        self._task, self._source, self._encode, self._seed = task, source, encode, seed
+        self._task = task
+        self._source = source
+        self._encode = encode
+        self._seed = seed
         self._timeout_s = timeout_s
         self._params = SampleParams(
             max_tokens=task.max_tokens,
@@ -167,7 +170,10 @@ class Sampler(Generic[PromptT]):
 
     def close(self) -> None:
         """End the worker processes, if any. Sampling again goes on where it stopped."""
-        prefetch, self._prefetch, self._reader, self._item = self._prefetch, None, None, None
+        prefetch = self._prefetch
+        self._prefetch = None
+        self._reader = None
+        self._item = None
         if prefetch is not None:
             prefetch.close()
 
@@ -246,7 +252,9 @@ class _IndexReader:
     """Reads a source with a length, each epoch in its own order."""
 
     def __init__(self, source: Source[Any], encode: Callable[[Any], IntArray], seed: int) -> None:
-        self._source, self._encode, self._seed = source, encode, seed
+        self._source = source
+        self._encode = encode
+        self._seed = seed
         self._epoch = -1
         self._order: IntArray = np.empty(0, np.int32)
 
@@ -265,7 +273,10 @@ class _StreamReader:
     def __init__(
         self, stream: Stream[Any], encode: Callable[[Any], IntArray], task: str, place: Place
     ) -> None:
-        self._stream, self._encode, self._task, self._place = stream, encode, task, place
+        self._stream = stream
+        self._encode = encode
+        self._task = task
+        self._place = place
         self._prompts: Iterator[Any] | None = None
 
     def __getitem__(self, position: int) -> Item:

@@ -54,7 +54,8 @@ class RowSource:
 
         Raises ConfigError if a row holds no prompt, or nothing is left to train.
         """
-        self._task, self._rows = task, rows
+        self._task = task
+        self._rows = rows
         self._index = array("q")
         deadline = None if seconds is None else time.monotonic() + seconds
         source, content, number = task.source, hashlib.blake2b(digest_size=12), 0
@@ -106,7 +107,8 @@ class SequenceRows:
 
     def __init__(self, task: TaskConfig, data: Any) -> None:
         """Raises ConfigError if it is empty."""
-        self._task, self._data = task, data
+        self._task = task
+        self._data = data
         if len(self) < 1:
             raise ConfigError(f"{task.source.dataset} holds 0 prompts: it must return at least one row")
 

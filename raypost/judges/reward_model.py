@@ -42,7 +42,8 @@ class RewardModelJudge:
     """The reward is what a reward model says about the task's prompt and the response."""
 
     def __init__(self, model: RewardModel, task: TaskConfig) -> None:
-        self._model, self._task = model, task
+        self._model = model
+        self._task = task
 
     async def judge(self, states: list[RolloutState]) -> list[float]:
         """One score per state. Raises JudgeError naming the first that has none."""
@@ -73,7 +74,9 @@ class RewardModelInput:
     """How a prompt and a response become what one reward model reads."""
 
     def __init__(self, tokenizer: Tokenizer, max_tokens: int, pad_id: int | None = None) -> None:
-        self._tokenizer, self._max_tokens, self._pad_id = tokenizer, max_tokens, pad_id
+        self._tokenizer = tokenizer
+        self._max_tokens = max_tokens
+        self._pad_id = pad_id
 
     @classmethod
     def load(cls, folder: Path | str, max_tokens: int) -> RewardModelInput:

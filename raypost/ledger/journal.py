@@ -145,7 +145,8 @@ class JournalReader:
 
         `wanted` sees the bytes of a line and saves the time to parse those nobody wants.
         """
-        self.num_damaged, offset = 0, 0
+        self.num_damaged = 0
+        offset = 0
         with open(self._path, "rb") as file:
             for raw in file:
                 start, offset = offset, offset + len(raw)

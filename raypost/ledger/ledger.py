@@ -147,7 +147,8 @@ class Ledger:
 
     def __init__(self, journal: Path | None = None, clock: Callable[[], float] = time.time) -> None:
         """`journal` None keeps none. `clock` gives the time written into it, seconds since the epoch."""
-        self._journal, self._clock = None if journal is None else Journal(journal), clock
+        self._journal = None if journal is None else Journal(journal)
+        self._clock = clock
         self._live: dict[GroupKey, _Entry] = {}
         self._places: Counter[Place] = Counter()
         self._leases: dict[int, list[GroupKey]] = {}
@@ -328,6 +329,10 @@ class Ledger:
                 f"ledger state does not add up: {sampled} sampled, {num_ended} ended ({dict(totals)}), "
                 f"{len(live)} live"
             )
-        self._sampled, self._totals, self._ended, self._live = sampled, totals, ended, live
-        self._places, self._leases = Counter({Place.BUFFERED: len(live)}), {}
+        self._sampled = sampled
+        self._totals = totals
+        self._ended = ended
+        self._live = live
+        self._places = Counter({Place.BUFFERED: len(live)})
+        self._leases = {}
         self._write(RESTORED, None, {"offset": offset, "sampled": sampled, "live": len(live)})

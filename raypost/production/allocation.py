@@ -48,7 +48,9 @@ class Allocation:
         self, tasks: Sequence[TaskConfig], batch_size: int, function: WeightFunction | None = None
     ) -> None:
         """`function` is given the scheduled weights and returns those that hold."""
-        self._tasks, self._batch_size, self._function = tuple(tasks), batch_size, function
+        self._tasks = tuple(tasks)
+        self._batch_size = batch_size
+        self._function = function
 
     def weights(self, step: int) -> dict[str, float]:
         """Weights of `step` by task. Raises ConfigError if the function names other tasks."""

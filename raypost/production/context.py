@@ -91,7 +91,10 @@ class ProduceContext:
         """`weights` changes the tasks' scheduled weights. `retryable` errors mean "the process that ran the group
         died": it is dispatched again."""
         self.tasks = {task.config.name: task for task in tasks}
-        self.buffer, self.ledger, self.batch_size, self.clock = buffer, ledger, batch_size, clock
+        self.buffer = buffer
+        self.ledger = ledger
+        self.batch_size = batch_size
+        self.clock = clock
         self.retryable = retryable
         self.pending = PendingSet()
         allocation = Allocation([task.config for task in tasks], batch_size, weights)
@@ -237,7 +240,8 @@ class ProduceContext:
         for state in group.states:
             state.check_aligned()
             if state.status is Status.COMPLETED and (state.reward is None or not math.isfinite(state.reward)):
-                state.status, state.error = Status.FAILED, f"completed with reward {state.reward}"
+                state.status = Status.FAILED
+                state.error = f"completed with reward {state.reward}"
             elif state.status in (Status.INIT, Status.EXPIRED):
                 # Not generated although it was asked for: it waits for its turn like an interrupted one.
                 state.status = Status.ABORTED

@@ -14,9 +14,8 @@ import asyncio
 import contextlib
 import logging
 
-from raypost.config import PauseMode
 from raypost.errors import WaitTimeoutError
-from raypost.pause import PauseDeadlines
+from raypost.pause import PauseDeadlines, PauseMode
 from raypost.production.context import ProduceContext
 from raypost.protocols import RolloutControl
 
@@ -31,7 +30,9 @@ class Drain:
 
     def __init__(self, context: ProduceContext, control: RolloutControl, timeout_s: float) -> None:
         """`timeout_s` bounds each of waiting and aborting."""
-        self._context, self._control, self._timeout_s = context, control, timeout_s
+        self._context = context
+        self._control = control
+        self._timeout_s = timeout_s
         self._resend_s = PauseDeadlines(timeout_s).resend_s
 
     async def stop(self, mode: PauseMode) -> None:

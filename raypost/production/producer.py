@@ -26,10 +26,10 @@ from collections.abc import Callable, Sequence
 from enum import Enum, auto
 from typing import Any
 
-from raypost.config import PauseMode
 from raypost.errors import ConfigError, ProductionError, WaitTimeoutError
 from raypost.ledger.ledger import Ledger
 from raypost.packed import PackedGroups
+from raypost.pause import PauseMode
 from raypost.production.allocation import WeightFunction
 from raypost.production.context import ProduceContext, TaskRuntime
 from raypost.production.drain import CANCEL_GRACE_S, Drain
@@ -92,7 +92,9 @@ class Producer:
             tasks, buffer, ledger, batch_size=batch_size, weights=weights, retryable=retryable, clock=clock
         )
         self._drain = Drain(self._context, control, pause_timeout_s)
-        self._control, self._pause_mode, self._take_timeout_s = control, pause_mode, take_timeout_s
+        self._control = control
+        self._pause_mode = pause_mode
+        self._take_timeout_s = take_timeout_s
         self._transition = asyncio.Lock()
         self._tails: dict[str, tuple[int, bool]] = {}
         self._running = False

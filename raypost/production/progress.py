@@ -94,7 +94,8 @@ class ProduceProgress:
 
     def read_metrics(self) -> ProductionMetrics:
         """The window since the last call; the next one starts at zero."""
-        window, self._metrics = self._metrics, ProductionMetrics()
+        window = self._metrics
+        self._metrics = ProductionMetrics()
         return window
 
     # ---------------------------------------------------------------- checkpoint

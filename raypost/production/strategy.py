@@ -79,15 +79,16 @@ class AsyncProduceStrategy:
         should_continue: ShouldContinue | None = None,
     ) -> None:
         """`is_valid` and `should_continue` are the functions that the configuration names."""
-        self._config, self._is_valid, self._should_continue = config, is_valid, should_continue
+        self._config = config
+        self._is_valid = is_valid
+        self._should_continue = should_continue
         self.horizon = stale_threshold(config.max_staleness, sync_weights_interval)
         """How many steps beyond the served version may be worked for."""
         self.paces = config.admission == "capacity"
         """Whether admission is by capacity."""
-        bound = config.hard_max_staleness if self.paces else config.max_staleness
         token_bound = config.max_token_staleness
         self.limits = TaskLimits(
-            stale_threshold=None if bound is None else stale_threshold(bound, sync_weights_interval),
+            stale_threshold=config.stale_threshold(sync_weights_interval),
             token_stale_threshold=(
                 None if token_bound is None else stale_threshold(token_bound, sync_weights_interval)
             ),

@@ -54,12 +54,13 @@ class Progress:
         self._out = out or sys.stdout
         self._tty = self._out.isatty() if tty is None else tty
         self._num_steps = config.train.num_steps
-        self._bound = metrics.staleness_bound(config)
+        self._bound = "any" if config.staleness_bound is None else str(config.staleness_bound)
         self._started_s = time.monotonic()
         self._ends: deque[tuple[float, float]] = deque(maxlen=PACE_STEPS + 1)
         self._first_score: float | None = None
         self._states: dict[str, str] = {}
-        self._step, self._record = 0, dict[str, Any]()
+        self._step = 0
+        self._record = dict[str, Any]()
         self._live: Live | None = None
         self._greeted = False
 
@@ -72,7 +73,8 @@ class Progress:
         """Show one train step."""
         self._greet()
         self._ends.append((time.monotonic(), float(record.get(metrics.PRODUCED_TOKENS) or 0)))
-        self._step, self._record = step, dict(record)
+        self._step = step
+        self._record = dict(record)
         if self._tty:
             self._redraw()
         else:
@@ -135,7 +137,8 @@ class Progress:
         self._line(
             f"raypost {config.name}: {config.model.name} on {task.source.dataset}{others}, {self._num_steps} steps of "
             f"{config.train.batch_size} groups x {task.group_size}\n  {workers} rollout worker{_s(workers)}, "
-            f"{ranks} trainer rank{_s(ranks)}, {config.device}, staleness at most {self._bound}"
+            f"{ranks} trainer rank{_s(ranks)}, {config.device}, "
+            + (f"staleness at most {self._bound}" if config.staleness_bound is not None else "any staleness")
         )
 
     def _line(self, text: str) -> None:
@@ -244,7 +247,7 @@ def summary(report: Mapping[str, Any], run_dir: Path) -> str:
         ("steps", f"{report['steps']} of {report['num_steps']} in {seconds(report['wall_s'])}, "
                   f"{seconds(report['step_s_median'])} each"),
         ("groups", f"{groups['sampled']} sampled = {' + '.join(fates) or 0}; {groups['lost']} lost"),
-        ("staleness", f"at most {MISSING if worst is None else worst} (bound {report['staleness_bound']}), "
+        ("staleness", f"at most {MISSING if worst is None else worst} ({_bound_text(report['staleness_bound'])}), "
                       f"mean {number(report['staleness_mean'], 2)}"),
         ("idle", f"trainer {percent(report['trainer_idle_fraction'])}, rollout "
                  f"{percent(report['rollout_idle_fraction'])}; both busy {seconds(report['overlap_s'])} of "
@@ -265,3 +268,7 @@ def summary(report: Mapping[str, Any], run_dir: Path) -> str:
 
 def _s(count: int) -> str:
     return "s" if count != 1 else ""
+
+
+def _bound_text(bound: int | None) -> str:
+    return "no bound" if bound is None else f"bound {bound}"

@@ -133,21 +133,28 @@ def _curve(ax: Axes, record: RunRecord, values: Column, title: str, colour: str)
 def _staleness(ax: Axes, report: dict[str, Any]) -> None:
     histogram = {int(s): n for s, n in report["staleness_histogram"].items()}
     bound, total = report["staleness_bound"], sum(histogram.values())
-    edge = max(max(histogram), bound)
+    edge = max(histogram) if bound is None else max(max(histogram), bound)
     values = list(range(edge + 1))
     shares = [100 * histogram.get(s, 0) / total for s in values]
-    ax.bar(values, shares, width=0.62, color=[BLUE if s <= bound else RED for s in values], zorder=3)
+    ax.bar(
+        values,
+        shares,
+        width=0.62,
+        color=[BLUE if bound is None or s <= bound else RED for s in values],
+        zorder=3,
+    )
     if len(values) <= 12:
         for s, share in zip(values, shares, strict=True):
             if share:
                 ax.annotate(
                     f"{share:.3g} %", (s, share), (0, 3), textcoords="offset points", ha="center", color=INK
                 )
-    ax.axvline(bound + 0.5, color=GREY, lw=1, ls=(0, (4, 3)))
-    ax.annotate(
-        "bound", (bound + 0.5, 0.97), (-4, 0), xycoords=("data", "axes fraction"), textcoords="offset points",
-        ha="right", va="top", color=GREY, fontsize=9,
-    )  # fmt: skip
+    if bound is not None:
+        ax.axvline(bound + 0.5, color=GREY, lw=1, ls=(0, (4, 3)))
+        ax.annotate(
+            "bound", (bound + 0.5, 0.97), (-4, 0), xycoords=("data", "axes fraction"), textcoords="offset points",
+            ha="right", va="top", color=GREY, fontsize=9,
+        )  # fmt: skip
     ax.set_xlim(-0.6, edge + 0.7)
     ax.set_ylim(0, 118)
     ax.set_yticks([0, 50, 100])

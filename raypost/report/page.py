@@ -80,7 +80,7 @@ def _tiles(report: Mapping[str, Any]) -> list[tuple[str, str, str, bool]]:
     gained = f"{gained} on problems never trained on" if gained else "not measured twice"
     if report["eval_after_interval"] is not None:
         gained += f"; {percent(report['eval_confidence'])} interval {interval(report['eval_after_interval'])}"
-    mean = f"mean {number(report['staleness_mean'], 2)}, bound {bound}"
+    mean = f"mean {number(report['staleness_mean'], 2)}, bound {'none' if bound is None else bound}"
     overlap = f"both worked for {seconds(report['overlap_s'])} of {seconds(report['window_s'])}"
     canary = report["canary_difference_max"]
     return [
@@ -89,7 +89,7 @@ def _tiles(report: Mapping[str, Any]) -> list[tuple[str, str, str, bool]]:
         ("Groups trained", f"{groups['trained']:,}", f"of {groups['sampled']:,} sampled; {groups['lost']} lost",
          groups["lost"] != 0),
         ("Largest staleness", number(worst, 1) if worst is None else str(worst), mean,
-         worst is not None and worst > bound),
+         worst is not None and bound is not None and worst > bound),
         ("Trainer idle", percent(report["trainer_idle_fraction"]), overlap, False),
         ("Rollout idle", percent(report["rollout_idle_fraction"]),
          f"{number(report['tokens_per_s'])} tokens/s produced", False),

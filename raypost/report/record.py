@@ -142,7 +142,8 @@ def _read_events(run_dir: Path, record: RunRecord) -> tuple[list[float], list[fl
         times.append(time_s)
         if kind == "start":
             starts.append(time_s)
-            record.versions, record.end = line["versions"], None
+            record.versions = line["versions"]
+            record.end = None
             record.usage.append({})
         elif kind == "eval":
             record.evals = [scores for scores in record.evals if scores["step"] < line["step"]]

@@ -15,11 +15,12 @@ from typing import Any
 
 import numpy as np
 
-from raypost import __version__, metrics
+from raypost import metrics
 from raypost.config import Config
 from raypost.report import formatting
 from raypost.report.record import Column, RunRecord
 from raypost.types import GroupCounts
+from raypost.version import __version__
 
 PACKAGES = (
     "raypost",
@@ -114,7 +115,7 @@ def _staleness(record: RunRecord, config: Config) -> dict[str, Any]:
     return {
         "staleness_max": max(histogram, default=None),
         "staleness_mean": sum(s * n for s, n in histogram.items()) / trained if trained else None,
-        "staleness_bound": metrics.staleness_bound(config),
+        "staleness_bound": config.staleness_bound,
         "staleness_histogram": {str(s): n for s, n in histogram.items()},
     }
 
@@ -172,7 +173,7 @@ def _problems(report: dict[str, Any], record: RunRecord) -> list[str]:
     if report["groups"]["lost"]:
         problems.append(f"{report['groups']['lost']} groups are lost: nobody can say what became of them")
     worst, bound = report["staleness_max"], report["staleness_bound"]
-    if worst is not None and worst > bound:
+    if worst is not None and bound is not None and worst > bound:
         problems.append(f"a group of staleness {worst} was trained, the bound is {bound}")
     if record.ledger is not None and record.ledger.problems:
         problems.append(f"the ledger does not add up: {record.ledger.problems[0]}; see `raypost explain`")

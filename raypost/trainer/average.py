@@ -36,7 +36,9 @@ class WeightAverage:
     """One rank's part of the average of an engine's trained weights."""
 
     def __init__(self, engine: Engine, decay: float, rank: int) -> None:
-        self._engine, self._decay, self._rank = engine, decay, rank
+        self._engine = engine
+        self._decay = decay
+        self._rank = rank
         self._parts = [part.detach().clone() for part in engine.optimized_weights()]
 
     @torch.no_grad()

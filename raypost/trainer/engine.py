@@ -54,8 +54,11 @@ class Engine:
     def __init__(self, config: Config, module: nn.Module, rank: int, world_size: int, *, kind: str) -> None:
         """`kind` names what is trained, so that one's checkpoint is not taken for another's."""
         train = config.train
-        self._config, self._train, self._kind = config, train, kind
-        self._rank, self._world_size = rank, world_size
+        self._config = config
+        self._train = train
+        self._kind = kind
+        self._rank = rank
+        self._world_size = world_size
         self.device = torch.device(config.device)
         self.module = module
         deepspeed_logger.setLevel(logging.WARNING)

@@ -77,7 +77,8 @@ class PolicyRank(Rank):
         begin(config, rank, world_size)
         self._model_path = model_path
         model = load_model(model_path, config.model.dtype, train.gradient_checkpointing)
-        cost, self._names = pair_cost(model), CheckpointNames(model)
+        cost = pair_cost(model)
+        self._names = CheckpointNames(model)
         if train.lora is not None:
             add_adapters(model, train.lora)
         self._policy = Policy(model, train.logits_mb * 2**20)

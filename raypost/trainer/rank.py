@@ -100,11 +100,16 @@ class Rank:
         *,
         vocab_size: int,
     ) -> None:
-        self._config, self._train, self._engine, self._rule = config, config.train, engine, rule
+        self._config = config
+        self._train = config.train
+        self._engine = engine
+        self._rule = rule
         self._limits = Limits(vocab_size, config.max_model_len)
-        self._rank, self._world_size = rank, world_size
+        self._rank = rank
+        self._world_size = world_size
         self._lent = HostStates(engine.device)
-        self._step, self._skipped_steps = 0, 0
+        self._step = 0
+        self._skipped_steps = 0
         self._metrics: dict[str, float] = {}
         self._planned: tuple[PackedGroups, TrainBatch] | None = None
 
@@ -248,7 +253,8 @@ class Rank:
         """Count the step as trained; `start`: the monotonic time it began."""
         step_s = time.monotonic() - start
         self._metrics = metrics | {"step_s": step_s, "tokens_per_s": metrics["response_tokens"] / step_s}
-        self._step, self._planned = step, None
+        self._step = step
+        self._planned = None
         return self._metrics
 
     def _skip(self, step: int, samples: Sequence[Sample], why: str) -> None:
@@ -274,8 +280,10 @@ class Rank:
         state = self._engine.load(path)
         if not load_random_state(path, self._rank):
             log.warning("%s has no random state of rank %d: it was saved with fewer ranks", path, self._rank)
-        self._step, self._skipped_steps = int(state["step"]), int(state["skipped_steps"])
-        self._metrics, self._planned = {}, None
+        self._step = int(state["step"])
+        self._skipped_steps = int(state["skipped_steps"])
+        self._metrics = {}
+        self._planned = None
         return self._step
 
 

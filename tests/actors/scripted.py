@@ -9,9 +9,8 @@ from typing import Any
 import numpy as np
 
 from actors.remote import CallBatches
-from raypost.config import PauseMode
 from raypost.errors import EngineLostError
-from raypost.pause import stricter
+from raypost.pause import PauseMode, stricter
 from raypost.types import GenerateRequest, GenerateResult, WeightReport, WorkerStats
 
 

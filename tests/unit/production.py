@@ -16,10 +16,11 @@ from typing import Any, TypeVar
 import numpy as np
 
 from raypost.buffer.replay_buffer import ReplayBuffer
-from raypost.config import JudgeConfig, PauseMode, SourceConfig, StrategyConfig, TaskConfig
+from raypost.config import JudgeConfig, SourceConfig, StrategyConfig, TaskConfig
 from raypost.data.sampler import Sampler
 from raypost.errors import StaleWeightsError
 from raypost.ledger.ledger import Ledger
+from raypost.pause import PauseMode
 from raypost.production.producer import Producer, TaskRuntime
 from raypost.production.strategy import build_strategy
 from raypost.protocols import BufferBounds

@@ -206,7 +206,7 @@ def test_staleness_bound_counts_steps(kind: str, max_staleness: int, interval: i
         "strategy": {"kind": kind, "max_staleness": max_staleness},
     }
     config = run.config(tasks=[task], sync={"sync_weights_interval": interval})
-    assert metrics.staleness_bound(config) == bound
+    assert config.staleness_bound == bound
 
 
 def test_metrics_and_display_import_no_heavy_library() -> None:

@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 
 from actors.rollout.open_requests import OpenRequests
-from raypost.config import PauseMode
-from raypost.pause import PauseDeadlines, stricter
+from raypost.pause import PauseDeadlines, PauseMode, stricter
 
 
 @pytest.mark.parametrize(

@@ -15,10 +15,10 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from raypost.config import PauseMode
 from raypost.errors import LedgerError
 from raypost.ledger.ledger import Ledger
 from raypost.packed import PackedGroups, unpack_groups
+from raypost.pause import PauseMode
 from raypost.protocols import BufferBounds, TakeStatus
 from raypost.types import Group, GroupKey, Status
 from tests.unit.production import Pool, VirtualClockLoop, World, task_config

@@ -14,9 +14,9 @@ from pathlib import Path
 import pytest
 
 from raypost.agent_loop.single_turn import SingleTurnAgentLoop
-from raypost.config import PauseMode
 from raypost.errors import ProductionError
 from raypost.packed import unpack_groups
+from raypost.pause import PauseMode
 from raypost.types import GenerateRequest, GenerateResult, Group, Status
 from tests.unit.production import STOP, HostDied, Pool, World, producing, task_config, virtual
 from tests.unit.test_agent_loop import Scorer, decode, init, result

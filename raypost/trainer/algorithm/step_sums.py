@@ -76,7 +76,8 @@ class StepSums:
         sums = np.concatenate([self._sums, self._lags.sums.ravel()])
         sums = _all_reduce(sums, dist.ReduceOp.SUM, device)
         maxima = _all_reduce(self._lags.maxima.ravel(), dist.ReduceOp.MAX, device)
-        total._sums, rest = sums[: len(self._sums)], sums[len(self._sums) :]
+        total._sums = sums[: len(self._sums)]
+        rest = sums[len(self._sums) :]
         total._lags = LagSums(rest.reshape(shape), maxima.reshape(self._lags.maxima.shape))
         return total
 

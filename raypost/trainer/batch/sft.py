@@ -31,7 +31,8 @@ class SftExamples:
     def __init__(self, config: SftConfig, tokenizer: Tokenizer, seed: int, max_tokens: int) -> None:
         """Raises ConfigError naming the line that is no example, or is longer than `max_tokens`, or if the file has
         fewer lines than a step takes."""
-        self._count, self._seed = config.samples, seed
+        self._count = config.samples
+        self._seed = seed
         self._states = list(_encoded(config, read_examples(config), tokenizer, max_tokens))
 
     def of_step(self, step: int) -> list[Sample]:

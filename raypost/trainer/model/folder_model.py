@@ -24,7 +24,8 @@ class FolderModel:
     def __init__(self, folder: Path | str, dtype: str) -> None:
         """`dtype`: of the weights, as in ModelConfig. Raises ConfigError for a model that cannot be published."""
         self._policy = Policy(load_model(str(folder), dtype).eval())
-        self._names, self._dtype = CheckpointNames(self._policy.model), DTYPES[dtype]
+        self._names = CheckpointNames(self._policy.model)
+        self._dtype = DTYPES[dtype]
 
     def weights(self) -> Iterator[tuple[str, Bytes, str, tuple[int, ...]]]:
         """(checkpoint name, flat bytes, dtype, shape) of every weight, tied ones once."""

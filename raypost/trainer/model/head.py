@@ -84,7 +84,8 @@ class ChunkedHead(nn.Module):
 
     def __init__(self, head: nn.Linear, rule: LogitRule, max_bytes: int) -> None:
         super().__init__()
-        self.weight, self.bias = head.weight, head.bias
+        self.weight = head.weight
+        self.bias = head.bias
         self.entropy_gradient = False
         self._rule = rule
         self._chunk = max(1, max_bytes // (4 * head.out_features))

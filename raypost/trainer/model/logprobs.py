@@ -44,7 +44,8 @@ class _ChosenLogprobs(torch.autograd.Function):
         ctx.save_for_backward(p_TV, targets_T, temperatures_T, entropy_T)
         if not entropy_gradient:
             ctx.mark_non_differentiable(entropy_T)
-        ctx.dtype, ctx.entropy_gradient = logits_TV.dtype, entropy_gradient
+        ctx.dtype = logits_TV.dtype
+        ctx.entropy_gradient = entropy_gradient
         return chosen_T, entropy_T
 
     @staticmethod
