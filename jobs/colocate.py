@@ -12,17 +12,29 @@ from __future__ import annotations
 
 import asyncio
 import sys
+from collections.abc import Awaitable, Callable
 from pathlib import Path
 
 if __package__ in (None, ""):  # run as a file: the repository root is not on the path yet
     sys.path[0] = str(Path(__file__).resolve().parent.parent)
 
+import ray
+
 from jobs.driver import main
+from jobs.roles import Roles
 from jobs.wiring import spawn
 from raypost.config import Config
 
+TrainStep = Callable[[Roles, ray.ObjectRef, int], Awaitable[dict[str, float]]]
+"""Trains (roles, ref of the batch, step) and returns the step's metrics."""
 
-async def colocate(cfg: Config, stop: asyncio.Event) -> None:
+
+async def fit(roles: Roles, batch_ref: ray.ObjectRef, step: int) -> dict[str, float]:
+    """The whole train step in one call."""
+    return await roles.trainer.fit(batch_ref, step)
+
+
+async def colocate(cfg: Config, stop: asyncio.Event, train_step: TrainStep = fit) -> None:
     """The main loop. Ends after `train.num_steps`, or at the next pause once `stop` is set."""
     async with spawn(cfg, stop) as roles:
         step = version = await roles.restore()  # 0 on a fresh run
@@ -36,7 +48,7 @@ async def colocate(cfg: Config, stop: asyncio.Event) -> None:
             await roles.engines_to_ranks(step + 1)
             if batch_ref is not None:
                 step += 1
-                metrics = await roles.trainer.fit(batch_ref, step)
+                metrics = await train_step(roles, batch_ref, step)
                 await roles.producer.acknowledge(step)
                 await roles.log(step, status, metrics)
             if cfg.save_due(step) or stop.is_set():

@@ -10,7 +10,7 @@ where an algorithm of one's own goes: put another call between these, or leave o
 
 from __future__ import annotations
 
-import asyncio
+import functools
 import sys
 from pathlib import Path
 
@@ -19,10 +19,9 @@ if __package__ in (None, ""):  # run as a file: the repository root is not on th
 
 import ray
 
+from jobs.colocate import colocate
 from jobs.driver import main
 from jobs.roles import Roles
-from jobs.wiring import spawn
-from raypost.config import Config
 
 
 async def train_step(roles: Roles, batch_ref: ray.ObjectRef, step: int) -> dict[str, float]:
@@ -38,34 +37,9 @@ async def train_step(roles: Roles, batch_ref: ray.ObjectRef, step: int) -> dict[
     return metrics
 
 
-async def colocate(cfg: Config, stop: asyncio.Event) -> None:
-    """The main loop. Ends after `train.num_steps`, or at the next pause once `stop` is set."""
-    async with spawn(cfg, stop) as roles:
-        step = version = await roles.restore()
-        await roles.broadcast(version)
-        if step == 0:
-            await roles.evaluate(step)
-        while not roles.finished(step):
-            await roles.producer.resume(version)
-            status, batch_ref = await roles.produce_batch(step + 1)
-            await roles.pause(step + 1)
-            await roles.controller.sleep(keep_weights=not cfg.sync_due(step + 1))
-            await roles.trainer.reload()
-            if batch_ref is not None:
-                step += 1
-                metrics = await train_step(roles, batch_ref, step)
-                await roles.producer.acknowledge(step)
-                await roles.log(step, status, metrics)
-            if cfg.save_due(step) or stop.is_set():
-                await roles.save(step)
-            if batch_ref is None or cfg.sync_due(step) or roles.finished(step):
-                version = step
-                await roles.broadcast(version)
-            else:
-                await roles.trainer.offload()
-            if cfg.eval_due(step):
-                await roles.evaluate(step)
+colocate_lowlevel = functools.partial(colocate, train_step=train_step)
+"""The loop of jobs/colocate.py with this step."""
 
 
 if __name__ == "__main__":
-    sys.exit(main(colocate, placement="colocate"))
+    sys.exit(main(colocate_lowlevel, placement="colocate"))

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import threading
 import time
+from array import array
 from collections import Counter, deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -44,7 +45,6 @@ STALENESS_MAX = "staleness_max"
 STALENESS_MEAN = "staleness_mean"
 BUFFER_GROUPS = "buffer_groups"
 PRODUCED_TOKENS = "produced_tokens"
-PRODUCED_SAMPLES = "produced_samples"
 EXPIRED_GROUPS = "expired_groups"
 EXPIRED_TOKENS_MEAN = "expired_tokens_mean"
 SYNC_S = "sync_s"
@@ -174,10 +174,10 @@ def length_s(intervals: Intervals_N2) -> float:
 
 def span_table(spans: Iterable[Span]) -> SpanTable:
     """Spans by actor and kind."""
-    lists: dict[tuple[str, str], list[tuple[float, float]]] = {}
+    lists: dict[tuple[str, str], array[float]] = {}
     for span in spans:
-        lists.setdefault((span.actor, span.kind), []).append((span.start_s, span.end_s))
-    return {key: union(np.asarray(intervals)) for key, intervals in lists.items()}
+        lists.setdefault((span.actor, span.kind), array("d")).extend((span.start_s, span.end_s))
+    return {key: union(np.asarray(flat).reshape(-1, 2)) for key, flat in lists.items()}
 
 
 def any_busy(table: SpanTable, kind: str) -> Intervals_N2:

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from raypost.types import NO_VERSION, Group, IntArray, MaskArray, RolloutState
+from raypost.types import NO_VERSION, IntArray, MaskArray, RolloutState
 
 NEVER = 1 << 60
 """A train step that does not come; two of them still fit into 64 bits."""
@@ -38,11 +38,6 @@ def trajectory_staleness(state: RolloutState, train_step: int) -> int:
     """Staleness of the trajectory's oldest token; 0 when no policy produced any of its tokens."""
     version = oldest_version(state)
     return 0 if version is None else staleness_of(version, train_step)
-
-
-def group_staleness(group: Group, train_step: int) -> int:
-    """Staleness of the group's stalest member."""
-    return max(trajectory_staleness(state, train_step) for state in group.states)
 
 
 def is_expired(staleness: int, threshold: int | None) -> bool:

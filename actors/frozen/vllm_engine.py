@@ -8,7 +8,6 @@ Imports vLLM, which reads the environment: import this module only after the env
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import uuid
 from typing import Any
@@ -26,25 +25,10 @@ from vllm.sampling_params import RequestOutputKind
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.exceptions import EngineGenerateError
 
-from actors.engine_life import end_with
+from actors.engine_life import OwnedProcess, end_at_once
 from raypost.config.engine import EngineConfig
 from raypost.errors import RaypostError
 from raypost.types import FloatArray, IntArray
-
-REAP_TIMEOUT_S = 5.0
-"""For a killed process to disappear."""
-
-
-class OwnedProcess:
-    """Methods added to vLLM's worker, for `collective_rpc`."""
-
-    def process_ids(self) -> tuple[int, int]:
-        """This worker's process and its parent."""
-        return os.getpid(), os.getppid()
-
-    def end_with(self, owner_pid: int) -> None:
-        """Tie this process's life to its owner's."""
-        end_with(owner_pid)
 
 
 class FrozenEngine:
@@ -144,11 +128,8 @@ class FrozenEngine:
         return self._llm.errored
 
     def shutdown(self) -> None:
-        """End the engine's processes, without the seconds a graceful end takes: they hold nothing to save."""
-        children = multiprocessing.active_children()
-        self._llm.shutdown(timeout=0.0)
-        for child in children:
-            child.join(REAP_TIMEOUT_S)
+        """End the engine's processes."""
+        end_at_once(self._llm)
 
 
 def _scores() -> dict[str, Any]:

@@ -9,7 +9,6 @@ Imports vLLM, which reads the environment: import this module only after the env
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -28,6 +27,7 @@ from vllm.sampling_params import RequestOutputKind
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.exceptions import EngineGenerateError
 
+from actors.engine_life import end_at_once
 from actors.rollout.vllm_weights import BACKEND, WeightExtension
 from raypost.config.engine import EngineConfig
 from raypost.errors import AlignmentError, WeightError
@@ -41,9 +41,6 @@ from raypost.types import (
     SampleParams,
 )
 from raypost.weights.manifest import Bytes, Manifest
-
-REAP_TIMEOUT_S = 5.0
-"""For a killed process to disappear."""
 
 Memory = Literal["weights", "kv_cache"]
 """What of the device's memory an engine lends and takes back, as vLLM calls it."""
@@ -221,11 +218,8 @@ class Engine:
         return self._llm.errored
 
     def shutdown(self) -> None:
-        """End the engine's processes, without the seconds a graceful end takes: they hold nothing to save."""
-        children = multiprocessing.active_children()
-        self._llm.shutdown(timeout=0.0)
-        for child in children:
-            child.join(REAP_TIMEOUT_S)
+        """End the engine's processes."""
+        end_at_once(self._llm)
 
 
 @contextmanager

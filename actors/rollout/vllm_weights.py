@@ -38,7 +38,7 @@ from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 
-from actors.engine_life import end_with
+from actors.engine_life import OwnedProcess, end_with
 from raypost.errors import WeightError
 from raypost.weights.low_rank import merged
 from raypost.weights.manifest import Bytes, Manifest, TensorEntry, bytes_of, check_factors, verify
@@ -250,14 +250,10 @@ class SharedMemoryEngine(WeightTransferEngine[OwnerInfo, PublishedVersion]):
         return {f"{name}.weight" for name, module in modules if isinstance(module, ParallelLMHead)}
 
 
-class WeightExtension:
+class WeightExtension(OwnedProcess):
     """Methods added to vLLM's worker, for `collective_rpc`. Answers come from the process with the model."""
 
     weight_transfer_engine: SharedMemoryEngine
-
-    def process_ids(self) -> tuple[int, int]:
-        """This worker's process and its parent."""
-        return os.getpid(), os.getppid()
 
     def forget_weights(self) -> None:
         """What the model holds counts as no version, until one is loaded."""

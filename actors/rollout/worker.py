@@ -356,8 +356,3 @@ class RolloutWorker(CallBatches):
             busy_s=self._requests.busy_s,
             uptime_s=time.monotonic() - self._started_at,
         )
-
-    async def ping(self) -> str:
-        """The worker's name. Ends this process if the engine is dead."""
-        self._life.check()
-        return self._name

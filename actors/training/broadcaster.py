@@ -73,6 +73,8 @@ class WeightBroadcaster:
         if version < self._version:
             raise StaleWeightsError(f"cannot broadcast version {version}: {self._version} is already out")
         if self._last is not None and version == self._version:
+            if self._offload:
+                await self._trainer.offload()
             return self._last
         start = time.time()
         with self._spans.span("sync"):

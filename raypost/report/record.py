@@ -18,8 +18,9 @@ from numpy.typing import NDArray
 
 from raypost.ledger.ledger import LEDGER_FILE
 from raypost.ledger.tally import RunSummary, run_summary
-from raypost.metrics import HELD_OUT, STALENESS, SpanTable, bounds, finite_floats, union
+from raypost.metrics import HELD_OUT, STALENESS, SpanTable, bounds, finite_floats, span_table
 from raypost.report import files
+from raypost.types import Span
 
 Column = NDArray[np.float64]
 
@@ -73,7 +74,7 @@ def load_record(run_dir: Path) -> RunRecord:
         columns=table.columns(),
         staleness=table.staleness(),
         not_finite=sorted(table.not_finite),
-        spans=_read_spans(run_dir),
+        spans=span_table(Span(**line) for line in files.read_lines(run_dir / files.SPANS)),
         ledger=run_summary(run_dir) if (run_dir / LEDGER_FILE).exists() else None,
     )
     starts, last_seen = _read_events(run_dir, record)
@@ -157,14 +158,6 @@ def _read_events(run_dir: Path, record: RunRecord) -> tuple[list[float], list[fl
         elif kind == "end":
             record.end = line
     return starts, times
-
-
-def _read_spans(run_dir: Path) -> SpanTable:
-    lists: dict[tuple[str, str], array[float]] = {}
-    for line in files.read_lines(run_dir / files.SPANS):
-        interval = lists.setdefault((line["actor"], line["kind"]), array("d"))
-        interval.extend((line["start_s"], line["end_s"]))
-    return {key: union(np.asarray(flat).reshape(-1, 2)) for key, flat in lists.items()}
 
 
 def held_out_scores(record: RunRecord) -> list[tuple[int, float]]:

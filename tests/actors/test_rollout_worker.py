@@ -427,7 +427,7 @@ async def test_actor_loads_from_the_object_store_and_answers_control_calls_under
     os.kill(info["engine_pids"][0], signal.SIGKILL)
     assert await gone([info["pid"], *info["engine_pids"]], 10)
     with pytest.raises(RayActorError):
-        await asyncio.wait_for(actor.ping.remote(), 30)
+        await asyncio.wait_for(actor.stats.remote(), 30)
 
 
 async def test_killed_actor_leaves_no_engine_process(spawned: list[Spawned]) -> None:

@@ -130,7 +130,7 @@ class Scene:
         (train, train.train, False),
         (train, train.train, True),
         (colocate, colocate.colocate, False),
-        (colocate_lowlevel, colocate_lowlevel.colocate, False),
+        (colocate, colocate_lowlevel.colocate_lowlevel, False),
     ],
 )
 def test_whenever_a_job_is_stopped_its_last_step_is_saved(

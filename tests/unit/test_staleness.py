@@ -11,7 +11,6 @@ from raypost.staleness import (
     NEVER,
     expiry_steps,
     fresh_tokens,
-    group_staleness,
     is_expired,
     newest_trained_versions,
     oldest_version,
@@ -22,7 +21,7 @@ from raypost.staleness import (
     trajectory_staleness,
 )
 from raypost.types import NO_VERSION
-from tests.unit.production import group, state
+from tests.unit.production import state
 
 
 @pytest.mark.parametrize(
@@ -49,10 +48,6 @@ def test_staleness_is_that_of_the_oldest_policy_token(
 ) -> None:
     """N2; tokens that no policy produced do not count."""
     assert trajectory_staleness(state(versions), train_step) == staleness
-
-
-def test_group_is_as_stale_as_its_stalest_member() -> None:
-    assert group_staleness(group(0, [4, 4], [2, 4], []), 5) == 2
 
 
 def test_expiry_includes_the_threshold() -> None:
