@@ -10,10 +10,10 @@ one length, also after any number of partial continuations.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Generator, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import Any, cast
+from typing import Any, Protocol, TypeVar, cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -23,6 +23,17 @@ from raypost.errors import AlignmentError
 IntArray = NDArray[np.int32]
 FloatArray = NDArray[np.float32]
 MaskArray = NDArray[np.bool_]
+
+T_co = TypeVar("T_co", covariant=True)
+
+
+class Ref(Protocol[T_co]):
+    """A value in Ray's object store, as a role passes it on without opening it; awaiting it opens it."""
+
+    def __await__(self) -> Generator[Any, None, T_co]:
+        """Give the value."""
+        ...
+
 
 NO_VERSION = -1
 """`policy_versions` entry of a token that no policy produced (a tool's or an environment's)."""
