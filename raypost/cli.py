@@ -148,8 +148,8 @@ def explain(
     as_json: Annotated[bool, typer.Option("--json", help="print plain data instead of text")] = False,
 ) -> None:
     """Tell what became of a group, or where all groups of a run are; also while the run goes on."""
-    from raypost.ledger.explain import find_run, group_life
-    from raypost.ledger.tally import run_summary
+    from raypost.ledger.life import find_run, group_life
+    from raypost.ledger.summary import ledger_summary
     from raypost.report.explain_view import life_text, summary_text
 
     with _refusals():
@@ -158,7 +158,7 @@ def explain(
             life = group_life(folder, group)
             found, text = life.as_dict(), life_text(life)
         else:
-            summary = run_summary(folder)
+            summary = ledger_summary(folder)
             found, text = summary.as_dict(), summary_text(summary)
     if as_json:
         print(json.dumps(found, indent=2))

@@ -4,7 +4,7 @@
     data-N       blocks of groups as raw columns, one a `put`; a record of the log says where its block is
     spare        the last data file that died, to be the next one
 
-Owns the files, what they say (`BufferTables`), and their size: a data file without live groups is written over
+Owns the files, what they say (`BufferState`), and their size: a data file without live groups is written over
 by the next one, the emptiest one is emptied when more than half of the bytes are garbage, and the log is
 rewritten when it has grown to a multiple of what it says. Owns no rule of the buffer (replay_buffer.py).
 
@@ -33,8 +33,8 @@ from typing import Any
 
 import xxhash
 
-from raypost.buffer.packed_forms import from_buffer, to_buffers
-from raypost.buffer.tables import Block, BufferTables, Change
+from raypost.buffer.encoding import from_buffer, to_buffers
+from raypost.buffer.state import Block, BufferState, Change
 from raypost.errors import CheckpointError
 from raypost.packed import PackedGroups, join_groups, split_groups
 from raypost.types import GroupKey
@@ -95,7 +95,7 @@ class BufferJournal:
             recovered = self._recover()
             self.recovered = recovered is not None
             """Whether this attempt's journal was there."""
-            self.tables = recovered or BufferTables()
+            self.state = recovered or BufferState()
             if not self.recovered:
                 for path in (*folder.glob("data-*"), *folder.glob("spare")):
                     path.unlink()
@@ -145,7 +145,7 @@ class BufferJournal:
 
     def payloads(self) -> Iterable[tuple[GroupKey, PackedGroups]]:
         """All live groups, each alone, read from disk. Raises CheckpointError naming damaged data."""
-        for block, entries in self.tables.by_block().items():
+        for block, entries in self.state.by_block().items():
             groups = split_groups(self._read_block(block))
             for key, entry in entries:
                 if entry.index >= len(groups) or groups[entry.index].keys != (key,):
@@ -157,7 +157,7 @@ class BufferJournal:
         self._begin_segment(self._current + 1)
         if payload is not None:
             change["block"] = self._write_block(payload)
-        self.tables = BufferTables()
+        self.state = BufferState()
         for segment in self._segments.values():
             segment.live_bytes = segment.live_groups = 0
         self._apply(change)
@@ -165,7 +165,7 @@ class BufferJournal:
         self._remove_unused()
 
     def _apply(self, change: Change) -> None:
-        came, went = self.tables.apply(change)
+        came, went = self.state.apply(change)
         for sign, blocks in ((1, came), (-1, went)):
             for block in blocks:
                 segment = self._segments[block.segment]
@@ -200,7 +200,7 @@ class BufferJournal:
     def _empty(self, number: int) -> None:
         """Move what lives in a closed data file to the end of the open one."""
         moved, parts = [], []
-        for block, entries in self.tables.by_block().items():
+        for block, entries in self.state.by_block().items():
             if block.segment == number:
                 groups = split_groups(self._read_block(block))
                 parts += [groups[entry.index] for _, entry in entries]
@@ -212,7 +212,7 @@ class BufferJournal:
         """Put a log in place that says the same with nothing in between."""
         path = self._log_path.with_suffix(".tmp")
         head = {"raypost": "buffer", "format": FORMAT, "attempt": self.attempt}
-        changes = [head, *self.tables.snapshot()]
+        changes = [head, *self.state.snapshot()]
         fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC)
         pieces = []
         for body in (json.dumps(change).encode() for change in changes):
@@ -284,7 +284,7 @@ class BufferJournal:
 
     # ---------------------------------------------------------------- recovery
 
-    def _recover(self) -> BufferTables | None:
+    def _recover(self) -> BufferState | None:
         """What the log says, if it is this attempt's; None where there is none, or another attempt's."""
         try:
             data = self._log_path.read_bytes()
@@ -300,10 +300,10 @@ class BufferJournal:
         if end < len(data):
             log.warning("%s: %d bytes of an unfinished record were cut off", self._log_path, len(data) - end)
             os.truncate(self._log_path, end)
-        tables = BufferTables()
+        state = BufferState()
         for change in bodies[1:]:
-            tables.apply(change)
-        for entry in tables.entries.values():
+            state.apply(change)
+        for entry in state.entries.values():
             segment = self._segments.setdefault(entry.block.segment, _Segment())
             segment.live_groups += 1
             segment.live_bytes += entry.block.group_bytes
@@ -315,7 +315,7 @@ class BufferJournal:
         self._log_fd = os.open(self._log_path, os.O_WRONLY | os.O_CLOEXEC)
         self._log_size = end
         self._log_limit = self._log_bytes + 2 * end
-        return tables
+        return state
 
 
 _FIX = "remove the folder to begin with an empty buffer, or continue from the last checkpoint"

@@ -20,12 +20,12 @@ from functools import lru_cache
 from itertools import islice
 from typing import Any, Literal
 
-from raypost.buffer.ageing import Ageing, staleness_at
 from raypost.buffer.blocks import Block, Record, compact, gather, release
+from raypost.buffer.encoding import equal_plain, from_plain, to_plain
+from raypost.buffer.expiry import Expiry, staleness_at
 from raypost.buffer.journal import BufferJournal
-from raypost.buffer.packed_forms import equal_plain, from_plain, to_plain
-from raypost.buffer.shelves import Held, Shelves
-from raypost.buffer.tables import Change, put_change
+from raypost.buffer.state import Change, put_change
+from raypost.buffer.status_index import Held, StatusIndex
 from raypost.errors import CheckpointError, LedgerError
 from raypost.ledger.ledger import OrdinalSet
 from raypost.packed import PackedGroups, group_statuses, has_status, join_groups, split_groups
@@ -53,10 +53,10 @@ class ReplayBuffer:
     ) -> None:
         """Begins with what `journal` holds. Raises CheckpointError if that is damaged or of other tasks, and
         ConfigError for limits under which a group would wait for ever."""
-        self._ageing = Ageing(limits)
+        self._expiry = Expiry(limits)
         self._bounds = bounds or BufferBounds()
         self._journal = journal
-        self._shelves = Shelves(by_age=order == "stalest_first")
+        self._index = StatusIndex(by_age=order == "stalest_first")
         self._out = Held()
         self._leased = Held()
         self._claim: tuple[int, tuple[GroupKey, ...]] = (0, ())
@@ -79,13 +79,13 @@ class ReplayBuffer:
         LedgerError for a key that is there twice; then nothing is stored."""
         keys = packed.keys
         for task in set(packed.tasks):
-            self._ageing.limits_of(task)
+            self._expiry.limits_of(task)
         if len(set(keys)) < len(keys):
             raise LedgerError(f"one put has the same group twice: {sorted(keys)}")
         results, gone, stored, whole = [], [], [], True
         sequence = self._sequence
         block = Block(join_groups([packed]))
-        for came in self._ageing.records(block, group_statuses(packed)):
+        for came in self._expiry.records(block, group_statuses(packed)):
             past = self._leased.get(came.key)
             if past is not None or came.key[1] in self._trained[came.key[0]]:
                 age = staleness_at(past, train_step) if past else 0
@@ -98,7 +98,7 @@ class ReplayBuffer:
             if not result.stored:
                 gone.append(record.key)
                 continue
-            known = self._shelves.get(record.key) or self._out.get(record.key)
+            known = self._index.get(record.key) or self._out.get(record.key)
             record.sequence = known.sequence if known else sequence
             sequence += known is None
             stored.append(record)
@@ -110,11 +110,11 @@ class ReplayBuffer:
         stored = record.status not in (Status.FAILED, Status.FILTERED)
         age, too_old = staleness_at(record, train_step), stored and train_step >= record.expires_at
         if too_old:
-            stored = self._ageing.limits_of(record.key[0]).retry
+            stored = self._expiry.limits_of(record.key[0]).retry
             record.status = Status.EXPIRED
             if stored:
-                record = self._ageing.reset(record, train_step)
-        elif record.status is Status.ABORTED and self._ageing.is_tried_out(record):
+                record = self._expiry.reset(record, train_step)
+        elif record.status is Status.ABORTED and self._expiry.is_tried_out(record):
             # It stands with the expired ones, yet keeps its tokens: only its turn changes.
             record.status = Status.EXPIRED
         return record, _result(record.status, age, stored, too_old)
@@ -123,13 +123,13 @@ class ReplayBuffer:
         self, stored: list[Record], gone: list[GroupKey], sequence: int, packed: PackedGroups | None = None
     ) -> None:
         """Journal and make one change. `packed`: all of `stored` as one, where that is at hand."""
-        known = [key for key in gone if self._shelves.get(key) or self._out.get(key)]
+        known = [key for key in gone if self._index.get(key) or self._out.get(key)]
         if stored or known:
             self._write(put_change(_facts(stored), known, sequence), stored, packed)
         keys = (*known, *(record.key for record in stored))
-        release(past for key in keys if (past := self._shelves.remove(key) or self._out.remove(key)))
+        release(past for key in keys if (past := self._index.remove(key) or self._out.remove(key)))
         for record in stored:
-            self._shelves.add(record)
+            self._index.add(record)
         self._sequence = sequence
         self._settle()
 
@@ -138,18 +138,18 @@ class ReplayBuffer:
         not age. The last `claim`, where it is not 0, asked again gives the same answer."""
         if claim and claim == self._expired[0]:
             return self._expired[1]
-        old = [record for record in self._shelves if train_step >= record.expires_at]
+        old = [record for record in self._index if train_step >= record.expires_at]
         if not old:
             return []
         kept, gone, expired = [], [], []
         for record in old:
-            retry = self._ageing.limits_of(record.key[0]).retry
+            retry = self._expiry.limits_of(record.key[0]).retry
             alone = record.packed
             if not has_status(alone, Status.EXPIRED):
                 mean = int(alone.response_offsets[-1]) / alone.num_samples
                 expired.append(ExpiredGroup(key=record.key, stored=retry, mean_tokens=mean))
             if retry:
-                kept.append(self._ageing.reset(record, train_step))
+                kept.append(self._expiry.reset(record, train_step))
             else:
                 gone.append(record.key)
         change = put_change(_facts(kept), gone, self._sequence)
@@ -158,10 +158,10 @@ class ReplayBuffer:
         self._write(change, kept)
         self._expired = (claim, expired)
         for record in old:
-            self._shelves.remove(record.key)
+            self._index.remove(record.key)
         release(old)
         for record in kept:
-            self._shelves.add(record)
+            self._index.add(record)
         self._settle()
         return expired
 
@@ -172,14 +172,14 @@ class ReplayBuffer:
         Claims begin at 1. The last one asked again gives those of its groups that are still out. Raises
         LedgerError for one before the last.
         """
-        self._ageing.limits_of(task)
+        self._expiry.limits_of(task)
         last, keys = self._claim
         if claim < last:
             raise LedgerError(f"claim {claim} came after claim {last}: its groups would be handed out twice")
         if claim == last:
             again = [record for key in keys if (record := self._out.get(key))]
             return gather(again) if again else None
-        shelves = (record for status in sources for record in self._shelves.in_order(task, status))
+        shelves = (record for status in sources for record in self._index.in_order(task, status))
         chosen = list(islice(shelves, limit))
         keys = tuple(record.key for record in chosen)
         if chosen:
@@ -187,7 +187,7 @@ class ReplayBuffer:
             self._reclaimed = ()
         self._claim = (claim, keys)
         for record in chosen:
-            self._shelves.remove(record.key)
+            self._index.remove(record.key)
             self._out.add(record)
         self._settle()
         return gather(chosen) if chosen else None
@@ -203,7 +203,7 @@ class ReplayBuffer:
             self._write({"back": True})
             self._reclaimed = tuple(record.key for record in self._out)
             for record in self._out:
-                self._shelves.add(record)
+                self._index.add(record)
             self._out = Held()
         elif self._claim[0]:
             # Nothing comes back, but after a death of the buffer too claims begin at 1.
@@ -234,18 +234,18 @@ class ReplayBuffer:
             lease = _OpenLease(tuple(chosen), tuple(staleness_at(record, step) for record in chosen))
             self._write({"lease": [step, [record.key for record in chosen], lease.staleness]})
             for record in chosen:
-                self._shelves.remove(record.key)
+                self._index.remove(record.key)
             self._open(step, lease)
         lease = self._leases[step]
         batch = gather(lease.records)
-        self._ageing.mask(batch, step)
+        self._expiry.mask(batch, step)
         return Lease(step=step, keys=batch.keys, staleness=lease.staleness, packed=batch)
 
     def _choose(self, step: int, per_task: dict[str, int]) -> list[Record]:
         chosen: list[Record] = []
         for task, wanted in per_task.items():
-            self._ageing.limits_of(task)
-            shelf = self._shelves.in_order(task, Status.COMPLETED)
+            self._expiry.limits_of(task)
+            shelf = self._index.in_order(task, Status.COMPLETED)
             fresh = list(islice((record for record in shelf if step < record.expires_at), max(0, wanted)))
             if len(fresh) < wanted:
                 return []
@@ -276,7 +276,7 @@ class ReplayBuffer:
         """Groups and bytes by task and status, and whether the buffer is full."""
         groups: dict[str, dict[Status, int]] = {task: {} for task in self._trained}
         nbytes: dict[str, dict[Status, int]] = {task: {} for task in self._trained}
-        for task, status, count, pinned in self._shelves.counts():
+        for task, status, count, pinned in self._index.counts():
             groups[task][status], nbytes[task][status] = count, pinned
         for task, count, pinned in self._leased.counts():
             groups[task][Status.ARCHIVED], nbytes[task][Status.ARCHIVED] = count, pinned
@@ -286,8 +286,8 @@ class ReplayBuffer:
 
     def _settle(self) -> None:
         """After a change: see whether the buffer is full, and keep the journal small."""
-        groups = len(self._shelves) + len(self._leased)
-        pinned = self._shelves.nbytes + self._leased.nbytes + self._out.nbytes
+        groups = len(self._index) + len(self._leased)
+        pinned = self._index.nbytes + self._leased.nbytes + self._out.nbytes
         share = self._bounds.low_water if self._full else 1.0
         full = any(
             bound is not None and amount >= bound * share
@@ -311,28 +311,28 @@ class ReplayBuffer:
             self._journal.append(change, packed or (gather(stored) if stored else None))
 
     def _recover(self, journal: BufferJournal) -> None:
-        tables = journal.tables
-        self._check_tasks({task for task, _ in tables.entries} | set(tables.trained), str(journal.folder))
+        state = journal.state
+        self._check_tasks({task for task, _ in state.entries} | set(state.trained), str(journal.folder))
         records = {}
         for key, alone in journal.payloads():
-            entry = tables.entries[key]
-            records[key] = self._ageing.record(alone, entry.status, entry.sequence)
-        for step, (keys, staleness) in tables.leases.items():
+            entry = state.entries[key]
+            records[key] = self._expiry.record(alone, entry.status, entry.sequence)
+        for step, (keys, staleness) in state.leases.items():
             self._open(step, _OpenLease(tuple(records.pop(key) for key in keys), staleness))
-        for key in tables.out:
+        for key in state.out:
             self._out.add(records.pop(key))
         for record in records.values():
-            self._shelves.add(record)
-        claimed = tuple(key for key, claim in tables.out.items() if claim == tables.claim)
-        self._claim = (tables.claim, claimed)
-        self._reclaimed = tables.reclaimed
-        claim, facts = tables.expired
+            self._index.add(record)
+        claimed = tuple(key for key, claim in state.out.items() if claim == state.claim)
+        self._claim = (state.claim, claimed)
+        self._reclaimed = state.reclaimed
+        claim, facts = state.expired
         self._expired = (claim, [ExpiredGroup(key=k, stored=s, mean_tokens=m) for k, s, m in facts])
-        self._trained.update((task, OrdinalSet(one.ranges())) for task, one in tables.trained.items())
-        self._acknowledged = tables.acknowledged
-        self._sequence = tables.next
-        self._full = tables.full
-        self._restored = tables.restored
+        self._trained.update((task, OrdinalSet(one.ranges())) for task, one in state.trained.items())
+        self._acknowledged = state.acknowledged
+        self._sequence = state.next
+        self._full = state.full
+        self._restored = state.restored
 
     def _check_tasks(self, tasks: set[str], where: str) -> None:
         foreign = tasks - set(self._trained)
@@ -345,7 +345,7 @@ class ReplayBuffer:
         """Everything needed to restore the buffer, as plain data and NumPy arrays. Groups that are out are
         saved as they were."""
         leased_for = {one.key: step for step, lease in self._leases.items() for one in lease.records}
-        records = sorted([*self._shelves, *self._out, *self._leased], key=lambda one: one.sequence)
+        records = sorted([*self._index, *self._out, *self._leased], key=lambda one: one.sequence)
         return {
             "groups": to_plain(gather(records)) if records else None,
             "status": [str(record.status) for record in records],
@@ -363,7 +363,7 @@ class ReplayBuffer:
         Repeated before anything else happened, it does nothing. Raises CheckpointError if the buffer is not
         empty, or the state is damaged or of other tasks.
         """
-        held = len(self._shelves) + len(self._leased) + len(self._out)
+        held = len(self._index) + len(self._leased) + len(self._out)
         if self._restored and equal_plain(
             {**await self.state_dict(), "leased_for": 0}, {**state, "leased_for": 0}
         ):
@@ -375,7 +375,7 @@ class ReplayBuffer:
             parts = split_groups(packed) if packed is not None else []
             self._check_tasks({part.tasks[0] for part in parts} | set(state["trained"]), "buffer state")
             facts = zip(parts, state["status"], state["sequence"], strict=True)
-            records = [self._ageing.record(part, Status(status), int(at)) for part, status, at in facts]
+            records = [self._expiry.record(part, Status(status), int(at)) for part, status, at in facts]
             trained = {str(task): OrdinalSet(ranges) for task, ranges in state["trained"].items()}
             following, acknowledged = int(state["next_sequence"]), int(state["acknowledged"])
         except (KeyError, TypeError, ValueError, AttributeError, IndexError) as error:
@@ -385,7 +385,7 @@ class ReplayBuffer:
             change |= {"ack": acknowledged, "restored": True, "trained": state["trained"]}
             self._journal.replace(change, packed)
         for record in records:
-            self._shelves.add(record)
+            self._index.add(record)
         self._trained.update(trained)
         self._sequence = following
         self._acknowledged = acknowledged

@@ -75,7 +75,7 @@ class OrdinalSet:
         return [[start, end] for start, end in zip(self._starts, self._ends, strict=True)]
 
 
-class Place(StrEnum):
+class GroupPlace(StrEnum):
     """Where a group that has not ended is."""
 
     IN_FLIGHT = "in_flight"
@@ -84,14 +84,14 @@ class Place(StrEnum):
 
 
 @dataclass(slots=True)
-class _Entry:
-    place: Place
+class _LiveGroup:
+    place: GroupPlace
     step: int = 0
     """Step it is leased for."""
 
 
 _DROPPED = (Status.FILTERED, Status.FAILED, Status.EXPIRED)
-_BUFFERED, _UNTRAINED = (Place.BUFFERED,), (Place.IN_FLIGHT, Place.BUFFERED)
+_BUFFERED, _UNTRAINED = (GroupPlace.BUFFERED,), (GroupPlace.IN_FLIGHT, GroupPlace.BUFFERED)
 _OWN_EVENTS = frozenset(
     ("sampled", "continued", "stored", "leased", "trained", "saved", STARTED, RESTORED, *map(str, _DROPPED))
 )
@@ -149,8 +149,8 @@ class Ledger:
         """`journal` None keeps none. `clock` gives the time written into it, seconds since the epoch."""
         self._journal = None if journal is None else Journal(journal)
         self._clock = clock
-        self._live: dict[GroupKey, _Entry] = {}
-        self._places: Counter[Place] = Counter()
+        self._live: dict[GroupKey, _LiveGroup] = {}
+        self._places: Counter[GroupPlace] = Counter()
         self._leases: dict[int, list[GroupKey]] = {}
         self._ended: dict[str, OrdinalSet] = {}
         self._sampled = 0
@@ -163,19 +163,19 @@ class Ledger:
         """A prompt left the dataset; its group is in flight. Raises LedgerError if it ever did before."""
         if key in self._live or self._has_ended(key):
             raise LedgerError(f"group {key} was sampled twice: the sampler's position went back")
-        self._live[key] = _Entry(Place.IN_FLIGHT)
-        self._places[Place.IN_FLIGHT] += 1
+        self._live[key] = _LiveGroup(GroupPlace.IN_FLIGHT)
+        self._places[GroupPlace.IN_FLIGHT] += 1
         self._sampled += 1
         self._write("sampled", key, {})
 
     def continued(self, key: GroupKey) -> None:
         """A buffered group is in flight again."""
-        self._place(self._entry(key, _BUFFERED, Place.IN_FLIGHT), Place.IN_FLIGHT)
+        self._place(self._entry(key, _BUFFERED, GroupPlace.IN_FLIGHT), GroupPlace.IN_FLIGHT)
         self._write("continued", key, {})
 
     def stored(self, key: GroupKey, status: Status, **facts: Any) -> None:
         """A group is in the buffer with `status`: it came from flight, or it changed its status there."""
-        self._place(self._entry(key, _UNTRAINED, Place.BUFFERED), Place.BUFFERED)
+        self._place(self._entry(key, _UNTRAINED, GroupPlace.BUFFERED), GroupPlace.BUFFERED)
         self._write("stored", key, {"status": status.value, **facts})
 
     def dropped(self, key: GroupKey, reason: Status, **facts: Any) -> None:
@@ -189,15 +189,15 @@ class Ledger:
 
     def leased(self, keys: Sequence[GroupKey], step: int, staleness: Sequence[int]) -> None:
         """These groups are the batch of `step`. Repeated for the same step, nothing changes."""
-        entries = [self._entry(key, (Place.BUFFERED, Place.LEASED), "leased") for key in keys]
+        entries = [self._entry(key, (GroupPlace.BUFFERED, GroupPlace.LEASED), "leased") for key in keys]
         for key, entry, _ in zip(keys, entries, staleness, strict=True):
-            if entry.place is Place.LEASED and entry.step != step:
+            if entry.place is GroupPlace.LEASED and entry.step != step:
                 raise LedgerError(
                     f"group {key} is leased for step {entry.step} and for {step}: it would train twice"
                 )
         for key, entry, age in zip(keys, entries, staleness, strict=True):
-            if entry.place is Place.BUFFERED:
-                self._place(entry, Place.LEASED)
+            if entry.place is GroupPlace.BUFFERED:
+                self._place(entry, GroupPlace.LEASED)
                 entry.step = step
                 self._leases.setdefault(step, []).append(key)
                 self._write("leased", key, {"step": step, "staleness": age})
@@ -217,7 +217,7 @@ class Ledger:
             raise LedgerError(f"{event!r} is what the ledger itself writes: name the note differently")
         self._write(event, None, facts)
 
-    def _entry(self, key: GroupKey, places: tuple[Place, ...], to: str) -> _Entry:
+    def _entry(self, key: GroupKey, places: tuple[GroupPlace, ...], to: str) -> _LiveGroup:
         entry = self._live.get(key)
         if entry is None:
             past = "has ended already" if self._has_ended(key) else "was never sampled"
@@ -228,7 +228,7 @@ class Ledger:
             )
         return entry
 
-    def _place(self, entry: _Entry, to: Place) -> None:
+    def _place(self, entry: _LiveGroup, to: GroupPlace) -> None:
         self._places[entry.place] -= 1
         self._places[to] += 1
         entry.place = to
@@ -260,10 +260,10 @@ class Ledger:
 
     def believed(self) -> GroupCounts:
         """All counts as the ledger alone knows them: they always add up."""
-        buffered = self._places[Place.BUFFERED] + self._places[Place.LEASED]
-        return self.counts(buffered, self._places[Place.IN_FLIGHT])
+        buffered = self._places[GroupPlace.BUFFERED] + self._places[GroupPlace.LEASED]
+        return self.counts(buffered, self._places[GroupPlace.IN_FLIGHT])
 
-    def live(self) -> Iterator[tuple[GroupKey, Place]]:
+    def live(self) -> Iterator[tuple[GroupKey, GroupPlace]]:
         """Every group that has not ended, and where it is."""
         return ((key, entry.place) for key, entry in self._live.items())
 
@@ -294,10 +294,10 @@ class Ledger:
     def state_dict(self) -> dict[str, Any]:
         """Totals, ended groups as ranges, live ones by name, and how far the journal is, which then is on the
         disk. Refused while groups are in flight."""
-        if self._places[Place.IN_FLIGHT]:
-            first = next(key for key, place in self.live() if place is Place.IN_FLIGHT)
+        if self._places[GroupPlace.IN_FLIGHT]:
+            first = next(key for key, place in self.live() if place is GroupPlace.IN_FLIGHT)
             raise LedgerError(
-                f"{self._places[Place.IN_FLIGHT]} groups are in flight, for instance {first}: pause before saving"
+                f"{self._places[GroupPlace.IN_FLIGHT]} groups are in flight, for instance {first}: pause before saving"
             )
         self._write("saved", None, {"sampled": self._sampled, "live": len(self._live)})
         return {
@@ -319,7 +319,10 @@ class Ledger:
             sampled = int(state["sampled"])
             totals = Counter({str(name): int(total) for name, total in state["totals"].items()})
             ended = {str(task): OrdinalSet(ranges) for task, ranges in state["ended"].items()}
-            live = {(str(task), int(group_id)): _Entry(Place.BUFFERED) for task, group_id in state["live"]}
+            live = {
+                (str(task), int(group_id)): _LiveGroup(GroupPlace.BUFFERED)
+                for task, group_id in state["live"]
+            }
             offset = int(state.get("journal_bytes", 0))
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise CheckpointError(f"damaged ledger state: {error!r}") from error
@@ -333,6 +336,6 @@ class Ledger:
         self._totals = totals
         self._ended = ended
         self._live = live
-        self._places = Counter({Place.BUFFERED: len(live)})
+        self._places = Counter({GroupPlace.BUFFERED: len(live)})
         self._leases = {}
         self._write(RESTORED, None, {"offset": offset, "sampled": sampled, "live": len(live)})

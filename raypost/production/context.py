@@ -335,7 +335,7 @@ class ProduceContext:
                 )
             )
 
-    # ---------------------------------------------------------------- ageing
+    # ---------------------------------------------------------------- expiry
 
     async def refresh(self, train_step: int) -> None:
         """Age the buffer at `train_step` and account for what expired. Lock held."""

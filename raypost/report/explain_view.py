@@ -1,6 +1,6 @@
-"""How `raypost explain` shows the life of a group, and the tally of a run, on a terminal.
+"""How `raypost explain` shows the life of a group, and the summary of a run, on a terminal.
 
-Owns wording and layout; every fact comes from explain.py and tally.py.
+Owns wording and layout; every fact comes from ledger/life.py and ledger/summary.py.
 """
 
 from __future__ import annotations
@@ -13,9 +13,9 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from raypost.ledger.explain import ENDS, GroupLife
 from raypost.ledger.journal import RESTORED
-from raypost.ledger.tally import REGENERATED, RunSummary, Tally
+from raypost.ledger.life import ENDS, GroupLife
+from raypost.ledger.summary import REGENERATED, GroupStats, LedgerSummary
 from raypost.report.formatting import MISSING, length_bias, number, percent, seconds
 
 Fields = dict[str, Any]
@@ -186,7 +186,7 @@ def _rewards(rewards: list[float | None]) -> str:
 # ---------------------------------------------------------------- all groups
 
 
-def summary_text(summary: RunSummary) -> RenderableType:
+def summary_text(summary: LedgerSummary) -> RenderableType:
     """Where all groups of a run are, by task."""
     counts = summary.counts.as_dict()
     places = [
@@ -195,7 +195,7 @@ def summary_text(summary: RunSummary) -> RenderableType:
         if name not in ("sampled", "lost")
     ]
     adds_up = f"{counts['sampled']} sampled = {' + '.join(places)}"
-    parts: list[RenderableType] = [_tallies(summary), Text(adds_up)]
+    parts: list[RenderableType] = [_stats_table(summary), Text(adds_up)]
     if summary.problems:
         parts += [Text(f"problem: {problem}", "red") for problem in summary.problems]
     else:
@@ -212,7 +212,7 @@ def summary_text(summary: RunSummary) -> RenderableType:
     return Group(*parts)
 
 
-def _tallies(summary: RunSummary) -> Table:
+def _stats_table(summary: LedgerSummary) -> Table:
     table = Table(title=f"groups of {summary.run_dir}", title_justify="left")
     table.add_column("task")
     table.add_column("where")
@@ -220,7 +220,7 @@ def _tallies(summary: RunSummary) -> Table:
         table.add_column(name, justify="right", no_wrap=True)
     table.add_column("meaning", style="dim")
     for task, kinds in summary.tasks.items():
-        sampled = sum(tally.groups for kind, tally in kinds.items() if kind != REGENERATED)
+        sampled = sum(stats.groups for kind, stats in kinds.items() if kind != REGENERATED)
         for kind in _KINDS:
             if kind in kinds:
                 table.add_row(task, *_cells(kind, kinds[kind], sampled), _KINDS[kind])
@@ -228,7 +228,7 @@ def _tallies(summary: RunSummary) -> Table:
     return table
 
 
-def _cells(kind: str, tally: Tally, sampled: int) -> list[str]:
-    share = MISSING if kind == REGENERATED or not sampled else percent(tally.groups / sampled)
-    means = (number(tally.tokens_mean), number(tally.staleness_mean, 2))
-    return [kind.replace("_", " "), f"{tally.groups:,}", share, *means]
+def _cells(kind: str, stats: GroupStats, sampled: int) -> list[str]:
+    share = MISSING if kind == REGENERATED or not sampled else percent(stats.groups / sampled)
+    means = (number(stats.tokens_mean), number(stats.staleness_mean, 2))
+    return [kind.replace("_", " "), f"{stats.groups:,}", share, *means]

@@ -17,7 +17,7 @@ import yaml
 from numpy.typing import NDArray
 
 from raypost.ledger.ledger import LEDGER_FILE
-from raypost.ledger.tally import RunSummary, run_summary
+from raypost.ledger.summary import LedgerSummary, ledger_summary
 from raypost.metrics import HELD_OUT, STALENESS, SpanTable, bounds, finite_floats, span_table
 from raypost.report import files
 from raypost.types import Span
@@ -49,7 +49,7 @@ class RunRecord:
     not_finite: list[str] = field(default_factory=list)
     """Metrics that were NaN or infinite in some step."""
     spans: SpanTable = field(default_factory=dict)
-    ledger: RunSummary | None = None
+    ledger: LedgerSummary | None = None
     """Where the groups of the history that survived went; None without a ledger."""
 
     def column(self, name: str) -> Column:
@@ -75,7 +75,7 @@ def load_record(run_dir: Path) -> RunRecord:
         staleness=table.staleness(),
         not_finite=sorted(table.not_finite),
         spans=span_table(Span(**line) for line in files.read_lines(run_dir / files.SPANS)),
-        ledger=run_summary(run_dir) if (run_dir / LEDGER_FILE).exists() else None,
+        ledger=ledger_summary(run_dir) if (run_dir / LEDGER_FILE).exists() else None,
     )
     starts, last_seen = _read_events(run_dir, record)
     times = [*starts, *last_seen, *(end for spans in record.spans.values() for end in spans[-1:, 1])]

@@ -284,7 +284,7 @@ def test_what_lives_among_garbage_is_moved_and_survives(tmp_path: Path) -> None:
         put(host.buffer, *(group(8 * step + n, [step]) for n in range(7)), group(step, [step], task="other"))
         assert len(lease_ids(host.buffer, step, default=7)) == 7
         now(host.buffer.acknowledge(step))
-        live = host.journal.tables.by_block()
+        live = host.journal.state.by_block()
         assert host.journal.nbytes < 2.5 * sum(b.group_bytes * len(e) for b, e in live.items()) + 25_000
     host.die()
     host.start(limits=limits)
@@ -319,8 +319,8 @@ def test_rewritten_log_says_everything(host: Host) -> None:
     fill(host)
     host.journal.append({"full": True})
     host.restart()
-    expected, tables = now(host.buffer.counts()), host.journal.tables
-    assert tables.full and tables.out and tables.leases and tables.expired[0]
+    expected, state = now(host.buffer.counts()), host.journal.state
+    assert state.full and state.out and state.leases and state.expired[0]
     host.journal._rewrite_log()
     host.restart()
     assert now(host.buffer.counts()) == expected
@@ -335,8 +335,8 @@ def test_rewritten_log_says_everything(host: Host) -> None:
         "next",
         "restored",
     ):
-        assert getattr(host.journal.tables, name) == getattr(tables, name), name
-    assert {task: one.ranges() for task, one in host.journal.tables.trained.items()} == {"default": [[0, 1]]}
+        assert getattr(host.journal.state, name) == getattr(state, name), name
+    assert {task: one.ranges() for task, one in host.journal.state.trained.items()} == {"default": [[0, 1]]}
 
 
 def test_expired_members_are_reset_on_disk_too(host: Host) -> None:

@@ -1,4 +1,4 @@
-"""`raypost explain`: the life of a group and the tally of a run, from nothing but the ledger's journal."""
+"""`raypost explain`: the life of a group and the summary of a run, from nothing but the ledger's journal."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ from typer.testing import CliRunner
 
 from raypost import cli
 from raypost.errors import ConfigError
-from raypost.ledger.explain import find_run, group_life
 from raypost.ledger.ledger import LEDGER_FILE, Ledger, group_facts
-from raypost.ledger.tally import REGENERATED, length_bias, run_summary
+from raypost.ledger.life import find_run, group_life
+from raypost.ledger.summary import REGENERATED, ledger_summary, length_bias
 from raypost.report.explain_view import life_text, summary_text
 from raypost.types import GroupKey, Status
 from tests.unit.production import group
@@ -173,7 +173,7 @@ def test_a_group_sampled_again_after_a_restore_has_the_life_that_survived(tmp_pa
     assert [row.split()[2] for row in kept] == ["sampled", "filtered"]
     assert [row.split()[2] for row in said[len(kept) + 2 :]] == ["sampled", "stored", "leased", "trained"]
     assert "not sampled again since a restore" in life_of(tmp_path, "8")
-    summary = run_summary(tmp_path)
+    summary = ledger_summary(tmp_path)
     assert summary.problems == []
     assert (summary.counts.sampled, summary.counts.trained, summary.counts.filtered) == (2, 1, 1)
     assert summary.tasks["sums"]["trained"].tokens_mean == 1.0
@@ -194,8 +194,8 @@ def test_a_leased_group_is_in_the_buffer_again_after_a_restore(tmp_path: Path) -
     second.trained(1)
     second.flush()
     assert life_of(tmp_path).splitlines()[0].endswith("trained in step 1, staleness 3")
-    assert run_summary(tmp_path).tasks["sums"]["trained"].staleness_mean == 3.0
-    assert run_summary(tmp_path).problems == []
+    assert ledger_summary(tmp_path).tasks["sums"]["trained"].staleness_mean == 3.0
+    assert ledger_summary(tmp_path).problems == []
 
 
 # ---------------------------------------------------------------- which group, which run
@@ -257,7 +257,7 @@ def test_a_run_is_found_by_its_folder_or_its_name(tmp_path: Path) -> None:
 # ---------------------------------------------------------------- the whole run
 
 
-def test_the_tally_counts_every_group_once_with_its_length_and_staleness(
+def test_the_summary_counts_every_group_once_with_its_length_and_staleness(
     ledger: Ledger, tmp_path: Path
 ) -> None:
     train(ledger, ("a", 0), 1, [10, 20], staleness=1)
@@ -270,13 +270,13 @@ def test_the_tally_counts_every_group_once_with_its_length_and_staleness(
     ledger.sampled(("b", 1))
     ledger.note("paused", mode="abort")
     ledger.flush()
-    summary = run_summary(tmp_path)
+    summary = ledger_summary(tmp_path)
     assert summary.problems == []
     assert summary.counts == ledger.believed()
     found = {
-        (task, kind): (tally.groups, tally.tokens_mean, tally.staleness_mean)
+        (task, kind): (stats.groups, stats.tokens_mean, stats.staleness_mean)
         for task, kinds in summary.tasks.items()
-        for kind, tally in kinds.items()
+        for kind, stats in kinds.items()
     }
     assert found == {
         ("a", "trained"): (2, 22.5, 1.5),
@@ -302,7 +302,7 @@ def test_what_the_ledger_would_refuse_is_a_problem(ledger: Ledger, tmp_path: Pat
         ):
             file.write(json.dumps({"time": 1.0, **fields}) + "\n")
         file.write("{torn}\n")
-    summary = run_summary(tmp_path)
+    summary = ledger_summary(tmp_path)
     assert [problem.split(":")[0] for problem in summary.problems] == [
         "leased", "stored", "stored", "1 damaged lines of ledger.jsonl were skipped",
     ]  # fmt: skip
@@ -317,7 +317,7 @@ def test_a_journal_that_is_not_the_checkpoints_is_named(tmp_path: Path) -> None:
     ledger = Ledger(tmp_path / LEDGER_FILE)
     ledger.load_state_dict(elsewhere.state_dict())
     ledger.flush()
-    assert "it is not the journal of that checkpoint" in run_summary(tmp_path).problems[0]
+    assert "it is not the journal of that checkpoint" in ledger_summary(tmp_path).problems[0]
 
 
 @settings(deadline=None, max_examples=60)
@@ -357,11 +357,11 @@ def test_the_journal_gives_the_ledgers_own_counts_after_any_run(
             state, following, step = rng.choice(saved)
             ledger.load_state_dict(state)
     ledger.flush()
-    summary = run_summary(journal.parent)
+    summary = ledger_summary(journal.parent)
     assert summary.problems == []
     assert summary.counts == ledger.believed()
     ends = [kinds.get("trained", None) for kinds in summary.tasks.values()]
-    assert sum(tally.groups for tally in ends if tally) == summary.counts.trained
+    assert sum(stats.groups for stats in ends if stats) == summary.counts.trained
 
 
 # ---------------------------------------------------------------- length bias
@@ -381,13 +381,13 @@ def test_length_bias_compares_what_age_took_with_what_was_trained(ledger: Ledger
     ledger.leased([("a", 5)], 9, [0])
     ledger.trained(9)
     ledger.flush()
-    bias = run_summary(tmp_path).length_bias
+    bias = ledger_summary(tmp_path).length_bias
     assert (bias.trained.groups, bias.trained.tokens_mean) == (5, 10.0)
     assert (bias.dropped.groups, bias.dropped.tokens_mean) == (1, 20.0)
     assert (bias.regenerated.groups, bias.regenerated.tokens_mean) == (1, 30.0)
     assert (bias.ratio, bias.share) == (2.5, 2 / 7)
     assert "29 % of the groups grew too old, 2.50 times as long as trained ones" in text_of(
-        summary_text(run_summary(tmp_path))
+        summary_text(ledger_summary(tmp_path))
     )
 
 
@@ -401,7 +401,7 @@ def test_length_bias_compares_within_a_task(ledger: Ledger, tmp_path: Path) -> N
     ledger.sampled(("never", 0))
     ledger.dropped(("never", 0), Status.EXPIRED, tokens=[5000])
     ledger.flush()
-    summary = run_summary(tmp_path)
+    summary = ledger_summary(tmp_path)
     assert summary.length_bias.ratio == 1.0
     assert length_bias({"never": summary.tasks["never"]}).ratio is None
 
@@ -413,11 +413,11 @@ def test_a_group_expires_once_however_often_it_is_put_back(ledger: Ledger, tmp_p
     ledger.continued(KEY)
     ledger.stored(KEY, Status.EXPIRED, put_back=True, tokens=[5])
     ledger.flush()
-    assert run_summary(tmp_path).tasks["sums"][REGENERATED].groups == 1
+    assert ledger_summary(tmp_path).tasks["sums"][REGENERATED].groups == 1
     ledger.continued(KEY)
     ledger.stored(KEY, Status.EXPIRED, tokens=[7])
     ledger.flush()
-    again = run_summary(tmp_path).tasks["sums"][REGENERATED]
+    again = ledger_summary(tmp_path).tasks["sums"][REGENERATED]
     assert (again.groups, again.tokens_mean) == (2, 6.0)
 
 
@@ -425,7 +425,7 @@ def test_a_group_that_was_interrupted_too_often_did_not_grow_too_old(ledger: Led
     ledger.sampled(KEY)
     ledger.stored(KEY, Status.EXPIRED, tokens=[7], too_old=False)
     ledger.flush()
-    assert run_summary(tmp_path).length_bias.num_expired == 0
+    assert ledger_summary(tmp_path).length_bias.num_expired == 0
     assert "interrupted too often" in life_of(tmp_path)
 
 
@@ -452,7 +452,7 @@ def long_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_memory_is_that_of_the_living_groups_not_of_the_journal(long_run: Path) -> None:
     tracemalloc.start()
     try:
-        assert run_summary(long_run).counts.trained == 4000
+        assert ledger_summary(long_run).counts.trained == 4000
         assert group_life(long_run, "3999").end == "trained"
         _, peak = tracemalloc.get_traced_memory()
     finally:
@@ -463,7 +463,7 @@ def test_memory_is_that_of_the_living_groups_not_of_the_journal(long_run: Path) 
 def test_a_journal_is_read_at_megabytes_a_second(long_run: Path) -> None:
     size_mb = (long_run / LEDGER_FILE).stat().st_size / 1e6
     started = time.process_time()
-    run_summary(long_run)
+    ledger_summary(long_run)
     summed = time.process_time()
     group_life(long_run, "5")
     ended = time.process_time()

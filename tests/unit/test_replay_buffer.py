@@ -12,7 +12,7 @@ from itertools import product
 import numpy as np
 import pytest
 
-from raypost.buffer.packed_forms import from_buffer, to_buffers
+from raypost.buffer.encoding import from_buffer, to_buffers
 from raypost.buffer.replay_buffer import Order, ReplayBuffer
 from raypost.checkpoint import CheckpointDir
 from raypost.errors import CheckpointError, ConfigError, LedgerError
@@ -614,7 +614,7 @@ def test_what_expired_or_was_replaced_is_not_held_any_more() -> None:
     put(buffer, group(0, [0]), *(group(n, [4]) for n in range(1, 5)), train_step=2)
     assert len(now(buffer.refresh(3))) == 1
     put(buffer, group(1, [4, 4]), train_step=3)
-    records = list(buffer._shelves)
+    records = list(buffer._index)
     blocks = {id(one.block): one.block for one in records}.values()
     assert sum(len(block.records) for block in blocks) == len(records) == 4
 
@@ -635,7 +635,7 @@ def test_groups_that_stay_do_not_pin_those_that_came_with_them() -> None:
     for step in range(1, 32):
         lease_ids(buffer, step, default=1)
         now(buffer.acknowledge(step))
-        (record, *_) = records = list(buffer._shelves)
+        (record, *_) = records = list(buffer._index)
         assert len({id(one.block) for one in records}) == 1
         assert record.block.packed.nbytes <= 2 * sum(one.nbytes for one in records) + 8
     assert ids(pop(buffer, COMPLETED, claim=1)) == [31]

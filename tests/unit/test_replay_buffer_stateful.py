@@ -405,7 +405,7 @@ class BufferMachine(RuleBasedStateMachine):
                     expected[status] = expected.get(status, 0) + 1
             assert found.groups[task] == expected
             for status in SHELVED:
-                shelf = [record.key for record in self.buffer._shelves.in_order(task, status)]
+                shelf = [record.key for record in self.buffer._index.in_order(task, status)]
                 assert shelf == self.model.shelf(task, status)
         assert found.is_full == self.model.full
 
@@ -413,7 +413,7 @@ class BufferMachine(RuleBasedStateMachine):
     def holds_no_group_that_ended(self) -> None:
         if self.journal is None:
             return
-        records = [*self.buffer._shelves, *self.buffer._out, *self.buffer._leased]
+        records = [*self.buffer._index, *self.buffer._out, *self.buffer._leased]
         blocks = {id(record.block): record.block for record in records}.values()
         assert sum(len(block.records) for block in blocks) == len(records) == len(self.model.groups)
         for record in records:

@@ -1,4 +1,4 @@
-"""Tally of all groups of a run, length bias included, made from its ledger's journal, also while the run goes on.
+"""Summary of all groups of a run, length bias included, made from its ledger's journal, also while the run goes on.
 
 The journal is played through a Ledger, so that what is counted obeys the rules under which it was written: what
 does not add up is named.
@@ -15,18 +15,18 @@ from typing import Any
 
 from raypost.errors import LedgerError
 from raypost.ledger.journal import RESTORED, JournalReader
-from raypost.ledger.ledger import LEDGER_FILE, Ledger, Place
+from raypost.ledger.ledger import LEDGER_FILE, GroupPlace, Ledger
 from raypost.types import GroupCounts, GroupKey, Status
 
 REGENERATED = "regenerated"
-"""Tally of groups that grew too old and stayed, to be generated again; such a group ends elsewhere later."""
+"""Kind of groups that grew too old and stayed, to be generated again; such a group ends elsewhere later."""
 MAX_PROBLEMS = 10
 
 Fields = dict[str, Any]
 
 
 @dataclass(slots=True)
-class Tally:
+class GroupStats:
     """Groups of one kind; means are over those of which the journal has the figure, None without any."""
 
     groups: int = 0
@@ -57,8 +57,8 @@ class Tally:
         """Plain data."""
         return {"groups": self.groups, "tokens_mean": self.tokens_mean, "staleness_mean": self.staleness_mean}
 
-    def __iadd__(self, other: Tally) -> Tally:
-        for name in Tally.__slots__:
+    def __iadd__(self, other: GroupStats) -> GroupStats:
+        for name in GroupStats.__slots__:
             setattr(self, name, getattr(self, name) + getattr(other, name))
         return self
 
@@ -68,9 +68,9 @@ class LengthBias:
     """Response lengths of what age took away, against what was trained. `ratio` compares within each task: above
     1, long answers are lost more often, and what is trained is biased towards short ones."""
 
-    trained: Tally
-    dropped: Tally
-    regenerated: Tally
+    trained: GroupStats
+    dropped: GroupStats
+    regenerated: GroupStats
     ratio: float | None
 
     @property
@@ -93,17 +93,17 @@ class LengthBias:
         return {**found, "ratio": self.ratio, "share": self.share}
 
 
-def length_bias(tasks: dict[str, dict[str, Tally]]) -> LengthBias:
+def length_bias(tasks: dict[str, dict[str, GroupStats]]) -> LengthBias:
     """Length bias of these tasks together. A task of which nothing was trained has no say in the ratio."""
-    total = {name: Tally() for name in ("trained", "expired", REGENERATED)}
+    total = {name: GroupStats() for name in ("trained", "expired", REGENERATED)}
     lost, expected = 0.0, 0.0
     for kinds in tasks.values():
-        gone = Tally()
+        gone = GroupStats()
         for name, sum_of in total.items():
-            sum_of += kinds.get(name, Tally())
+            sum_of += kinds.get(name, GroupStats())
             if name != "trained":
-                gone += kinds.get(name, Tally())
-        trained_mean = kinds.get("trained", Tally()).tokens_mean
+                gone += kinds.get(name, GroupStats())
+        trained_mean = kinds.get("trained", GroupStats()).tokens_mean
         if trained_mean:
             lost += gone.tokens_sum
             expected += gone.tokens_groups * trained_mean
@@ -116,11 +116,11 @@ def length_bias(tasks: dict[str, dict[str, Tally]]) -> LengthBias:
 
 
 @dataclass(slots=True, kw_only=True)
-class RunSummary:
+class LedgerSummary:
     """Where all groups of a run are. `counts` is the journal's, whose last moments may not be written yet."""
 
     run_dir: Path
-    tasks: dict[str, dict[str, Tally]]
+    tasks: dict[str, dict[str, GroupStats]]
     """By task and kind: an end (ENDS), `buffered`, `in_flight`, or REGENERATED beside them."""
     counts: GroupCounts
     events: dict[str, int]
@@ -138,7 +138,7 @@ class RunSummary:
             "run": str(self.run_dir),
             "groups": self.counts.as_dict(),
             "tasks": {
-                task: {kind: tally.as_dict() for kind, tally in kinds.items()}
+                task: {kind: stats.as_dict() for kind, stats in kinds.items()}
                 for task, kinds in self.tasks.items()
             },
             "length_bias": self.length_bias.as_dict(),
@@ -147,8 +147,8 @@ class RunSummary:
         }
 
 
-def run_summary(run_dir: Path) -> RunSummary:
-    """Tally all groups of a run. Raises OSError if it has no journal."""
+def ledger_summary(run_dir: Path) -> LedgerSummary:
+    """Count all groups of a run. Raises OSError if it has no journal."""
     reader = JournalReader(run_dir / LEDGER_FILE)
     replay = _Replay()
     for fields, _ in reader.lines():
@@ -156,7 +156,7 @@ def run_summary(run_dir: Path) -> RunSummary:
     problems = replay.problems
     if reader.num_damaged:
         problems = [*problems, f"{reader.num_damaged} damaged lines of {LEDGER_FILE} were skipped"]
-    return RunSummary(
+    return LedgerSummary(
         run_dir=run_dir,
         tasks=replay.tasks(),
         counts=replay.ledger.believed(),
@@ -181,7 +181,7 @@ class _Replay:
     def __init__(self) -> None:
         self.ledger = Ledger()
         self.events: dict[str, int] = {}
-        self._ended: dict[str, dict[str, Tally]] = {}
+        self._ended: dict[str, dict[str, GroupStats]] = {}
         self._known: dict[GroupKey, _Known] = {}
         self._problems: list[str] = []
         self._num_problems = 0
@@ -213,13 +213,13 @@ class _Replay:
         more = self._num_problems - len(self._problems)
         return [*self._problems, *([f"and {more} more"] if more else [])]
 
-    def tasks(self) -> dict[str, dict[str, Tally]]:
-        """Tallies by task and kind, of the living too."""
+    def tasks(self) -> dict[str, dict[str, GroupStats]]:
+        """Statistics by task and kind, of the living too."""
         found = {task: dict(kinds) for task, kinds in self._ended.items()}
         for key, place in self.ledger.live():
-            kind = "in_flight" if place is Place.IN_FLIGHT else "buffered"
+            kind = "in_flight" if place is GroupPlace.IN_FLIGHT else "buffered"
             known = self._known.get(key) or _Known()
-            found.setdefault(key[0], {}).setdefault(kind, Tally()).add(known.tokens, known.staleness)
+            found.setdefault(key[0], {}).setdefault(kind, GroupStats()).add(known.tokens, known.staleness)
         return dict(sorted(found.items()))
 
     def _problem(self, text: str) -> None:
@@ -246,7 +246,7 @@ class _Replay:
         elif fields.get("too_old", True):
             # A group that was put back as it was, or is aged again, did not expire a second time.
             if again or not known.expired:
-                self._tally(key, REGENERATED).add(known.tokens, known.staleness)
+                self._stats(key, REGENERATED).add(known.tokens, known.staleness)
             known.expired = True
         known.continued = False
 
@@ -258,13 +258,13 @@ class _Replay:
         # Ends all of the step at once: its other lines change nothing, and may not be written yet.
         for one in self.ledger.trained(fields["step"]):
             known = self._known.pop(one)
-            self._tally(one, "trained").add(known.tokens, known.staleness)
+            self._stats(one, "trained").add(known.tokens, known.staleness)
 
     def _dropped(self, key: GroupKey, fields: Fields) -> None:
         self.ledger.dropped(key, Status(fields["event"]))
         known = self._known.pop(key)
         _learn(known, fields)
-        self._tally(key, fields["event"]).add(known.tokens, known.staleness)
+        self._stats(key, fields["event"]).add(known.tokens, known.staleness)
 
     def _restored(self, fields: Fields) -> None:
         """Leases that were open when the checkpoint was saved are back in the buffer."""
@@ -278,8 +278,8 @@ class _Replay:
                 "it is not the journal of that checkpoint"
             )
 
-    def _tally(self, key: GroupKey, kind: str) -> Tally:
-        return self._ended.setdefault(key[0], {}).setdefault(kind, Tally())
+    def _stats(self, key: GroupKey, kind: str) -> GroupStats:
+        return self._ended.setdefault(key[0], {}).setdefault(kind, GroupStats())
 
 
 def _learn(known: _Known, fields: Fields) -> None:

@@ -1,6 +1,6 @@
-"""BufferTables: where every group of the replay buffer is, as the journal remembers it.
+"""BufferState: where every group of the replay buffer is, as the journal remembers it.
 
-Owns the meaning of a change, and how the tables are said in as few changes as possible. Holds no group.
+Owns the meaning of a change, and how the state is said in as few changes as possible. Holds no group.
 
 A change is a dict of JSON values, applied as a whole:
 
@@ -56,7 +56,7 @@ class Entry:
 
 
 @dataclass(slots=True)
-class BufferTables:
+class BufferState:
     """All that the buffer knows but for the groups themselves."""
 
     entries: dict[GroupKey, Entry] = field(default_factory=dict)
@@ -142,7 +142,7 @@ class BufferTables:
         return blocks
 
     def snapshot(self) -> Iterator[Change]:
-        """Changes that make these tables from empty ones."""
+        """Changes that make this state from an empty one."""
         for block, entries in self.by_block().items():
             facts = [[*key, one.index, one.sequence, str(one.status)] for key, one in entries]
             yield {"block": block, "put": facts}

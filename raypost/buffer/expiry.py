@@ -1,4 +1,4 @@
-"""Ageing: what the limits of the tasks mean for groups in columnar form.
+"""Expiry: what the limits of the tasks mean for groups in columnar form.
 
 Owns no group and no arithmetic on versions (staleness.py). Nothing here changes what it is given, but for
 `mask`, which works on a batch that belongs to its caller.
@@ -26,7 +26,7 @@ from raypost.staleness import (
 from raypost.types import Status
 
 
-class Ageing:
+class Expiry:
     """The limits of all tasks, at work."""
 
     def __init__(self, limits: dict[str, TaskLimits]) -> None:

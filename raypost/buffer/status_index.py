@@ -1,4 +1,4 @@
-"""Shelves: groups by (task, status) in the order in which they are handed out, with what they pin.
+"""StatusIndex: groups by (task, status) in the order in which they are handed out, with what they pin.
 
 Owns order and sums, so that counting never looks at a group. Owns no rule (replay_buffer.py).
 
@@ -63,7 +63,7 @@ class Held:
 _Place = tuple[int, int, GroupKey]
 
 
-class Shelves:
+class StatusIndex:
     """Records by task and status."""
 
     def __init__(self, *, by_age: bool) -> None:
