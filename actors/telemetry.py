@@ -25,8 +25,8 @@ from ray.util.metrics import Counter, Gauge
 
 from raypost import metrics
 from raypost.config import Config
-from raypost.report.writer import RunStatus, RunWriter, SyncFigures
-from raypost.types import GroupCounts, Span, WorkerStats
+from raypost.report.writer import RunStatus, RunWriter
+from raypost.types import GroupCounts, Span, SyncReport, WorkerStats
 
 log = logging.getLogger(__name__)
 
@@ -85,7 +85,7 @@ class Telemetry:
         self._writer.write_eval(step, scores)
         self._gauges.held_out(scores)
 
-    async def log_sync(self, report: SyncFigures) -> None:
+    async def log_sync(self, report: SyncReport) -> None:
         """Record one weight sync."""
         self._writer.write_sync(report)
         self._gauges.sync(report.seconds)

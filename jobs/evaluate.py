@@ -30,7 +30,7 @@ from rich.console import Console
 from actors.evaluator import Evaluator
 from actors.placement import cluster_nodes
 from actors.remote import Remote, within
-from actors.training.broadcaster import SyncReport, WeightBroadcaster
+from actors.training.broadcaster import WeightBroadcaster
 from actors.training.folder_weights import FolderWeights
 from jobs.driver import EXIT_REFUSED, connect, overrides_of, run_job
 from jobs.launch import CALL_TIMEOUT_S, Cast
@@ -44,6 +44,7 @@ from raypost.plan.resources import describe, place
 from raypost.report.display import scores_table
 from raypost.report.files import write_json
 from raypost.report.summary import package_versions, recipe_digest
+from raypost.types import SyncReport
 
 WIDTH = 120
 """Columns of the table where there is no terminal to ask."""

@@ -289,6 +289,23 @@ class WeightReport:
 
 
 @dataclass(slots=True, kw_only=True, frozen=True)
+class SyncReport:
+    """What one weight sync did, as it is recorded."""
+
+    version: int
+    digest: str
+    num_workers: int
+    nbytes: int
+    """Published for it: of a base that adapters are added to, only with the first version that has it."""
+    seconds: float
+    publish_s: float
+    load_s: float
+    """Of the slowest worker."""
+    canary_difference: float
+    """Largest logprob difference between an engine and the trainer; 0 when the canary is off."""
+
+
+@dataclass(slots=True, kw_only=True, frozen=True)
 class WorkerStats:
     """One rollout worker's state now; counters are totals since it started."""
 

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 
 import numpy as np
 
 from raypost.config import Config, parse_config
-from raypost.types import GroupCounts, Span
+from raypost.types import GroupCounts, Span, SyncReport
 
 START_S = 1_700_000_000.0
 STEPS = 80
@@ -32,18 +31,17 @@ def config(**overrides: object) -> Config:
     return parse_config(raw | overrides)
 
 
-@dataclass(frozen=True)
-class Sync:
-    """Looks like the broadcaster's report."""
-
-    version: int
-    digest: str = "0" * 32
-    num_workers: int = 1
-    nbytes: int = 3_200_000
-    seconds: float = SYNC_S
-    publish_s: float = 0.02
-    load_s: float = 0.02
-    canary_difference: float = 1.5e-6
+def sync_report(version: int) -> SyncReport:
+    return SyncReport(
+        version=version,
+        digest="0" * 32,
+        num_workers=1,
+        nbytes=3_200_000,
+        seconds=SYNC_S,
+        publish_s=0.02,
+        load_s=0.02,
+        canary_difference=1.5e-6,
+    )
 
 
 def train_start_s(step: int) -> float:

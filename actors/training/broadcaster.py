@@ -11,7 +11,6 @@ was sent, and their logprobs agree with the trainer's. Versions never go back.
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass
 
 import numpy as np
 
@@ -19,24 +18,7 @@ from raypost.config import SyncConfig
 from raypost.errors import StaleWeightsError, WeightError
 from raypost.metrics import SpanLog
 from raypost.protocols import WeightSink, WeightSource
-from raypost.types import FloatArray, IntArray, Span
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SyncReport:
-    """What one broadcast did."""
-
-    version: int
-    digest: str
-    num_workers: int
-    nbytes: int
-    """Published for it: of a base that adapters are added to, only with the first version that has it."""
-    seconds: float
-    publish_s: float
-    load_s: float
-    """Of the slowest worker."""
-    canary_difference: float
-    """Largest logprob difference between an engine and the trainer; 0 when the canary is off."""
+from raypost.types import FloatArray, IntArray, Span, SyncReport
 
 
 class WeightBroadcaster:

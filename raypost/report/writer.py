@@ -15,8 +15,9 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Mapping
+from dataclasses import asdict
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 import yaml
 from tensorboard.compat.proto.event_pb2 import Event, SessionLog
@@ -28,45 +29,12 @@ from raypost.metrics import finite_floats
 from raypost.report import files
 from raypost.report.record import RunRecord, load_record
 from raypost.report.summary import package_versions, summarise
-from raypost.types import GroupCounts, Span
+from raypost.types import GroupCounts, Span, SyncReport
 
 RunStatus = Literal["finished", "stopped", "failed"]
 TENSORBOARD_FLUSH_S = 10
 
 log = logging.getLogger(__name__)
-
-
-class SyncFigures(Protocol):
-    """What is recorded of a weight sync."""
-
-    @property
-    def version(self) -> int: ...
-    @property
-    def digest(self) -> str: ...
-    @property
-    def num_workers(self) -> int: ...
-    @property
-    def nbytes(self) -> int: ...
-    @property
-    def seconds(self) -> float: ...
-    @property
-    def publish_s(self) -> float: ...
-    @property
-    def load_s(self) -> float: ...
-    @property
-    def canary_difference(self) -> float: ...
-
-
-_SYNC_FIELDS = (
-    "version",
-    "digest",
-    "num_workers",
-    "nbytes",
-    "seconds",
-    "publish_s",
-    "load_s",
-    "canary_difference",
-)
 
 
 class RunWriter:
@@ -101,9 +69,9 @@ class RunWriter:
         self._event("eval", {**metrics, "step": step})
         self._scalars("eval", step, finite_floats(metrics))
 
-    def write_sync(self, report: SyncFigures) -> None:
+    def write_sync(self, report: SyncReport) -> None:
         """Record one weight sync."""
-        self._event("sync", {name: getattr(report, name) for name in _SYNC_FIELDS})
+        self._event("sync", asdict(report))
 
     def write_spans(self, spans: list[Span]) -> None:
         """Append spans, in any order."""

@@ -89,7 +89,7 @@ def test_a_run_is_recorded_and_its_report_returned(config: Config) -> None:
     telemetry = make(config, {"rollout": worker, "silent": ray.remote(Silent).options(num_cpus=0).remote()})
     get(worker.add.remote(7))
     get(telemetry.log_eval.remote(0, {"held_out": 0.2}))
-    get(telemetry.log_sync.remote(run.Sync(0)))
+    get(telemetry.log_sync.remote(run.sync_report(0)))
     for step in (1, 2):
         get(telemetry.log.remote(step, run.metrics(step)))
     get(telemetry.log_eval.remote(2, {"held_out": 0.5}))

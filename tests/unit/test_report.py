@@ -61,13 +61,13 @@ def write_steps(recorder: RunWriter, clock: Clock, first: int, last: int) -> Non
         recorder.write_step(step, run.metrics(step))
         recorder.write_spans(run.step_spans(step))
         clock.now += run.PAUSE_S + run.SYNC_S
-        recorder.write_sync(run.Sync(step))
+        recorder.write_sync(run.sync_report(step))
 
 
 def write_whole_run(folder: Path, clock: Clock, steps: int = run.STEPS) -> RunWriter:
     recorder = open_run(folder, clock)
     recorder.write_spans(run.first_spans())
-    recorder.write_sync(run.Sync(0))
+    recorder.write_sync(run.sync_report(0))
     recorder.write_eval(0, {"held_out": 0.23, "eval_failed": 0.0})
     write_steps(recorder, clock, 1, steps)
     recorder.write_spans(run.last_spans(steps))
