@@ -48,7 +48,7 @@ from actors.rollout.controller import RolloutController
 from actors.rollout.worker import EngineConfig, RolloutWorker
 from raypost.config import Config, parse_config
 from raypost.packed import PackedGroups, join_groups, pack_groups
-from raypost.plan.schedule import buffer_bounds, task_limits
+from raypost.production.build import buffer_bounds, task_limits
 from raypost.types import GenerateRequest, GenerateResult, Group, RolloutState, SampleParams
 from raypost.weights.manifest import Bytes, Manifest, pack
 

@@ -35,7 +35,7 @@ from raypost.errors import StoppedError
 from raypost.judges.reward_model import check_reward_model
 from raypost.models.resolve import resolve_model
 from raypost.plan import plan
-from raypost.plan.schedule import buffer_bounds, task_limits
+from raypost.production.build import buffer_bounds, task_limits
 from raypost.report.display import Progress
 from raypost.types import IntArray
 

@@ -39,8 +39,8 @@ from raypost.plan.schedule import (
     shares,
     started_at_once,
     strategy_warnings,
-    task_limits,
 )
+from raypost.production.build import task_limits
 
 __all__ = ["Bound", "Bundle", "ClusterResources", "Plan", "bundles", "check", "fingerprint"]
 

@@ -12,9 +12,8 @@ from dataclasses import dataclass
 from raypost.config import Config, TaskConfig
 from raypost.config.imports import load_function
 from raypost.errors import ConfigError
-from raypost.production.allocation import Allocation
-from raypost.production.strategy import AsyncProduceStrategy, build_strategy, oversample_budget
-from raypost.protocols import BufferBounds, TaskLimits
+from raypost.production.build import allocation_of, strategy_of
+from raypost.production.strategy import oversample_budget
 
 
 @dataclass(slots=True, kw_only=True, frozen=True)
@@ -31,28 +30,6 @@ class Bound:
     """The oldest data that is trained."""
     beyond: str
     """What becomes of older data."""
-
-
-def strategy_of(task: TaskConfig, config: Config) -> AsyncProduceStrategy:
-    """The task's strategy. Raises ConfigError if a function it names cannot be imported."""
-    return build_strategy(task.strategy, config.sync.sync_weights_interval)
-
-
-def task_limits(config: Config) -> dict[str, TaskLimits]:
-    """How the replay buffer ages each task's groups."""
-    return {task.name: strategy_of(task, config).limits for task in config.tasks}
-
-
-def buffer_bounds(config: Config) -> BufferBounds:
-    """The replay buffer's high-water marks."""
-    buffer = config.buffer
-    return BufferBounds(buffer.max_groups, int(buffer.max_gb * 2**30), buffer.low_water)
-
-
-def allocation_of(config: Config) -> Allocation:
-    """Groups of each task in the batch of a step. Raises ConfigError if `task_weights` cannot be imported."""
-    function = load_function(config.task_weights, "task_weights") if config.task_weights else None
-    return Allocation(config.tasks, config.train.batch_size, function)
 
 
 def shares(config: Config) -> dict[str, int]:
@@ -91,10 +68,10 @@ def bound(task: TaskConfig, config: Config) -> Bound:
             beyond="trained: nothing expires",
         )
     steps = "on-policy" if threshold == 1 else f"{threshold - 1} step{'s' * (threshold > 2)} old"
-    name = "hard_max_staleness" if strategy.paces else "max_staleness"
+    name = "hard_max_staleness" if strategy.by_capacity else "max_staleness"
     return Bound(
         task=task.name,
-        strategy=task.strategy.kind + (", by capacity" if strategy.paces else ""),
+        strategy=task.strategy.kind + (", by capacity" if strategy.by_capacity else ""),
         threshold=threshold,
         rule=f"({name} {threshold // interval - 1} + 1) x sync_weights_interval {interval}",
         oldest=f"staleness {threshold - 1}: {steps}",

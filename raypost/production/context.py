@@ -24,14 +24,9 @@ from raypost.errors import CheckpointError, ProductionError
 from raypost.ledger.ledger import Ledger, group_facts
 from raypost.packed import pack_groups, unpack_groups
 from raypost.production.allocation import Allocation, WeightFunction
+from raypost.production.pending import PendingGroup, PendingSet, uninterrupted
 from raypost.production.progress import ProduceProgress
-from raypost.production.strategy import (
-    AsyncProduceStrategy,
-    PendingGroup,
-    PendingSet,
-    SpawnPlan,
-    uninterrupted,
-)
+from raypost.production.strategy import AsyncProduceStrategy, SpawnPlan
 from raypost.protocols import AgentLoop, Buffer, BufferCounts, PutResult
 from raypost.types import Group, GroupKey, ProduceBatchStatus, Status
 

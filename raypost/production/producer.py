@@ -32,7 +32,7 @@ from raypost.packed import PackedGroups
 from raypost.pause import PauseMode
 from raypost.production.allocation import WeightFunction
 from raypost.production.context import ProduceContext, TaskRuntime
-from raypost.production.drain import CANCEL_GRACE_S, Drain
+from raypost.production.pausing import CANCEL_GRACE_S, Pausing
 from raypost.production.take import Take, take_again, try_take
 from raypost.protocols import Buffer, BufferCounts, RolloutControl, TakeStatus
 from raypost.types import GroupCounts, ProduceBatchStatus, Status
@@ -91,7 +91,7 @@ class Producer:
         self._context = ProduceContext(
             tasks, buffer, ledger, batch_size=batch_size, weights=weights, retryable=retryable, clock=clock
         )
-        self._drain = Drain(self._context, control, pause_timeout_s)
+        self._pausing = Pausing(self._context, control, pause_timeout_s)
         self._control = control
         self._pause_mode = pause_mode
         self._take_timeout_s = take_timeout_s
@@ -178,11 +178,11 @@ class Producer:
             if not expired and not waits:
                 progress.ensure_target_upto(name, step)
             lacks = self._lacks(task, available)
-            if expired or waits or (lacks and not strategy.paces):
+            if expired or waits or (lacks and not strategy.by_capacity):
                 break
             progress.advance_future_step(name)
         tail = self._tail(task, stock)
-        if lacks or strategy.paces:
+        if lacks or strategy.by_capacity:
             await self._start(task, counts, stock, available, tail)
         stopped = expired and not waits and not lacks and progress.target[name] > 0
         return _Round(lacks=lacks, stopped=stopped, waits=waits and not expired)
@@ -285,7 +285,7 @@ class Producer:
             await context.pending.close_gate()
             context.status = ProduceBatchStatus.UPDATE_WEIGHT_AND_ABORT
             context.ledger.note("pausing", mode=mode, version=context.version)
-            await self._drain.stop(mode)
+            await self._pausing.stop(mode)
             context.ledger.note("paused", mode=mode, version=context.version)
         seconds = context.clock() - started
         context.progress.metrics.pause_s += seconds

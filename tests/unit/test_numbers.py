@@ -24,8 +24,9 @@ from raypost.errors import CheckpointError, ProductionError
 from raypost.packed import unpack_groups
 from raypost.plan.resources import ClusterResources, shortages
 from raypost.production.allocation import allocate
+from raypost.production.pending import PendingGroup
 from raypost.production.progress import ProduceProgress
-from raypost.production.strategy import AsyncProduceStrategy, PendingGroup, build_strategy
+from raypost.production.strategy import AsyncProduceStrategy, build_strategy
 from raypost.protocols import TaskLimits
 from raypost.types import Group, Status, group_status
 from tests.unit.buffer_groups import counts, group, ids, lease_ids, now, only, put

@@ -17,7 +17,7 @@ from raypost.config import Config, load_config, parse_config
 from raypost.errors import ClusterError, ConfigError
 from raypost.plan import plan
 from raypost.plan.resources import ClusterResources, bundles, place, shared_devices, shortages
-from raypost.plan.schedule import task_limits
+from raypost.production.build import task_limits
 from tests.unit.test_config import changed, good
 from tests.unit.test_tokenizer import write_tokenizer
 

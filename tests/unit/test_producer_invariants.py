@@ -280,7 +280,7 @@ class ProducerMachine(RuleBasedStateMachine):
             assert progress.target_upto[name] <= self.version + strategy.horizon
             share = max(progress.allocation(step)[name] for step in range(1, progress.target_upto[name] + 2))
             ahead = progress.consumed[name] + groups[name].get(Status.COMPLETED, 0) + in_flight.num_of(name)
-            oversampled = 0 if strategy.paces else share
+            oversampled = 0 if strategy.by_capacity else share
             assert ahead <= progress.target[name] + oversampled
 
     @invariant()

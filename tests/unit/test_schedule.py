@@ -8,7 +8,8 @@ import pytest
 
 from raypost.config import parse_config
 from raypost.config.imports import load_function
-from raypost.plan.schedule import bound, buffer_bounds, schedule_problems, started_at_once, strategy_warnings
+from raypost.plan.schedule import bound, schedule_problems, started_at_once, strategy_warnings
+from raypost.production.build import buffer_bounds
 from tests.unit.test_config import changed
 
 

@@ -7,18 +7,15 @@ import asyncio
 import pytest
 
 from raypost.config import StrategyConfig
+from raypost.production.pending import PendingGroup, PendingSet, Signal, uninterrupted
 from raypost.production.strategy import (
     AsyncProduceStrategy,
-    PendingGroup,
-    PendingSet,
-    Signal,
     SyncProduceStrategy,
     admission_capacity,
     build_strategy,
     desired_pending,
     in_tail_batch,
     oversample_budget,
-    uninterrupted,
 )
 from raypost.types import Group, Status
 from tests.unit.production import group, virtual
@@ -113,7 +110,7 @@ def test_capacity_counts_batches_that_may_be_worked_for(
 
 def test_admission_by_capacity_expires_nothing_but_beyond_its_hard_bound() -> None:
     paced = build_strategy(StrategyConfig(admission="capacity", max_staleness=2), 4)
-    assert (paced.paces, paced.horizon, paced.limits.stale_threshold) == (True, 12, None)
+    assert (paced.by_capacity, paced.horizon, paced.limits.stale_threshold) == (True, 12, None)
     hard = build_strategy(StrategyConfig(admission="capacity", max_staleness=2, hard_max_staleness=3), 4)
     assert (hard.horizon, hard.limits.stale_threshold) == (12, 16)
     masked = build_strategy(StrategyConfig(max_staleness=4, max_token_staleness=1, tail_batch_max_tries=2), 4)

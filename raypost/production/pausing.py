@@ -25,7 +25,7 @@ CANCEL_GRACE_S = 5.0
 """How long a cancelled group may take to end before it is left behind."""
 
 
-class Drain:
+class Pausing:
     """Stops what the context has in flight."""
 
     def __init__(self, context: ProduceContext, control: RolloutControl, timeout_s: float) -> None:

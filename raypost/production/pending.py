@@ -1,0 +1,154 @@
+"""The groups in flight: the pending set, its gate, and the signal that something changed.
+
+Owns the tasks that generate groups until each is received. Owns neither what a finished group becomes (context.py)
+nor when groups are started (scheduler.py).
+
+Invariants: groups are started only under the set's lock while its gate is open, so nothing starts after
+`close_gate` returned; a finished group is received exactly once, by the first call of `settle` that finds it,
+and stays in the set until then, so that no failure in between loses it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable, Coroutine
+from dataclasses import dataclass, field, replace
+from typing import Any, TypeVar
+
+from raypost.types import Group, GroupKey, RolloutState
+
+log = logging.getLogger(__name__)
+T = TypeVar("T")
+
+
+class Signal:
+    """Says that something changed: a counter, and those who wait for it to move. Needs no lock.
+
+    Read `count`, look at the state, and if there is nothing to do `await wait(count)`: a change in between is
+    never missed.
+    """
+
+    def __init__(self) -> None:
+        self.count = 0
+        self._moved = asyncio.Event()
+
+    def notify(self) -> None:
+        """Something changed."""
+        self.count += 1
+        self._moved.set()
+        self._moved = asyncio.Event()
+
+    async def wait(self, seen: int) -> None:
+        """Return as soon as `count` differs from `seen`."""
+        if self.count == seen:
+            await self._moved.wait()
+
+
+@dataclass(slots=True, eq=False)
+class PendingGroup:
+    """A group in flight."""
+
+    key: GroupKey
+    last_known: list[RolloutState]
+    """Its trajectories as they were when it started: what is put back if nothing better comes."""
+    task: asyncio.Task[Group]
+    started_s: float
+    stored: bool = False
+    """It came out of the buffer, which still knows it."""
+    put_back: bool = False
+    """A pause gave up on it and cancelled it."""
+    num_tokens: int = field(init=False)
+    """Response tokens it started with."""
+
+    def __post_init__(self) -> None:
+        self.num_tokens = sum(state.num_tokens for state in self.last_known)
+
+
+class PendingSet:
+    """The groups in flight, and the gate that lets new ones start."""
+
+    def __init__(self) -> None:
+        self.lock = asyncio.Lock()
+        """Held by whoever moves a group from one place to another."""
+        self.changed = Signal()
+        """Moves when a group ends, and whenever else production or consumption may go on."""
+        self._pending: dict[GroupKey, PendingGroup] = {}
+        self._gate_open = False
+
+    def __len__(self) -> int:
+        return len(self._pending)
+
+    @property
+    def gate_open(self) -> bool:
+        """Whether groups may start."""
+        return self._gate_open
+
+    def num_of(self, task: str) -> int:
+        """Groups of one task in flight."""
+        return sum(key[0] == task for key in self._pending)
+
+    def all(self) -> list[PendingGroup]:
+        """Groups in flight, those included that ended and were not received yet."""
+        return list(self._pending.values())
+
+    def running(self) -> list[PendingGroup]:
+        """Groups whose generation has not ended."""
+        return [entry for entry in self._pending.values() if not entry.task.done()]
+
+    async def open_gate(self) -> None:
+        """Let groups start."""
+        async with self.lock:
+            self._gate_open = True
+        self.changed.notify()
+
+    async def close_gate(self) -> None:
+        """Let none start any more: when this returns, none is half way through starting either."""
+        async with self.lock:
+            self._gate_open = False
+        self.changed.notify()
+
+    def spawn(
+        self, group: Group, work: Coroutine[Any, Any, Group], now_s: float, *, stored: bool = False
+    ) -> PendingGroup:
+        """Start a group. The caller holds the lock, and has held it since it saw the gate open."""
+        assert self.lock.locked() and self._gate_open, "a group is started under the lock with the gate open"
+        assert group.key not in self._pending, f"group {group.key} is in flight already"
+        last_known = [replace(state) for state in group.states]
+        task = asyncio.get_running_loop().create_task(work, name=f"group {group.task}/{group.group_id}")
+        task.add_done_callback(lambda _: self.changed.notify())
+        entry = PendingGroup(group.key, last_known, task, now_s, stored)
+        self._pending[group.key] = entry
+        return entry
+
+    async def settle(self, receive: Callable[[list[PendingGroup]], Awaitable[None]]) -> int:
+        """Hand all finished groups to `receive`, then forget them. The caller holds the lock. How many.
+
+        If `receive` raises they stay, to be received by the next who settles.
+        """
+        assert self.lock.locked(), "finished groups are claimed under the lock"
+        finished = [entry for entry in self._pending.values() if entry.task.done()]
+        if finished:
+            await receive(finished)
+        for entry in finished:
+            del self._pending[entry.key]
+        return len(finished)
+
+    def forget(self, entry: PendingGroup) -> None:
+        """Drop a group that does not end even when cancelled; the caller holds the lock and put it back."""
+        self._pending.pop(entry.key, None)
+
+
+async def uninterrupted(work: Coroutine[Any, Any, T]) -> T:
+    """Run to the end even if the caller is cancelled meanwhile; its cancellation follows afterwards.
+
+    A group on its way from one place to another would be lost if the step that moves it stopped half way.
+    """
+    task = asyncio.ensure_future(work)
+    try:
+        return await asyncio.shield(task)
+    except asyncio.CancelledError:
+        await asyncio.wait([task])
+        if not task.cancelled() and task.exception() is not None:
+            log.error("a step failed while its caller was cancelled", exc_info=task.exception())
+        raise
