@@ -1,7 +1,7 @@
 """Evaluator: scores one version of the weights on held-out problems.
 
 Owns the held-out problems, when the pool is open for them, and the proof that what is scored came from the version
-asked for; the statistics are in raypost/report/evaluate.py. The pool and the agent loop are handed in. They are
+asked for; the statistics are in raypost/report/eval_statistics.py. The pool and the agent loop are handed in. They are
 production's own, which must then be paused, or those of evaluation alone, beside which production goes on:
 nothing here differs.
 
@@ -21,7 +21,7 @@ from raypost.data.tokenizer import Tokenizer
 from raypost.errors import RaypostError, StaleWeightsError, WaitTimeoutError
 from raypost.metrics import EVAL_TOKENS_MEAN, EVALUATE, SpanLog
 from raypost.protocols import AgentLoop, RolloutControl
-from raypost.report.evaluate import Rewards, scores
+from raypost.report.eval_statistics import Rewards, scores
 from raypost.types import (
     EVALUATION_PRIORITY,
     NO_VERSION,
@@ -83,7 +83,7 @@ class Evaluator:
         return groups
 
     async def evaluate(self, version: int) -> dict[str, float]:
-        """Score the pool, which holds `version` and is paused: what `raypost.report.evaluate.scores` gives, and
+        """Score the pool, which holds `version` and is paused: what `raypost.report.eval_statistics.scores` gives, and
         `eval_tokens_mean`.
 
         Raises StaleWeightsError if a token came from another version, WaitTimeoutError naming the groups that are

@@ -41,9 +41,9 @@ from raypost.errors import ClusterError, ConfigError, RaypostError, StoppedError
 from raypost.plan import plan
 from raypost.plan.checks import model_problems, source_problems
 from raypost.plan.resources import describe, place
-from raypost.report.display import scores_table
 from raypost.report.files import write_json
-from raypost.report.summary import package_versions, recipe_digest
+from raypost.report.report_json import package_versions, recipe_digest
+from raypost.report.terminal import scores_table
 from raypost.types import SyncReport
 
 WIDTH = 120

@@ -21,7 +21,7 @@ from raypost.checkpoint import HF, HF_AVERAGE, CheckpointDir
 from raypost.config import Config
 from raypost.metrics import HELD_OUT
 from raypost.protocols import TakeStatus
-from raypost.report.display import Progress
+from raypost.report.terminal import RunDisplay
 from raypost.types import GroupCounts, ProduceBatchStatus
 
 log = logging.getLogger(__name__)
@@ -36,7 +36,7 @@ class Roles:
 
     cfg: Config
     stop: asyncio.Event
-    display: Progress
+    display: RunDisplay
     checkpoints: CheckpointDir
     trainer: TrainerGroup
     controller: Remote

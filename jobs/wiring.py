@@ -36,7 +36,7 @@ from raypost.judges.reward_model import check_reward_model
 from raypost.models.resolve import resolve_model
 from raypost.plan import plan
 from raypost.production.build import buffer_bounds, task_limits
-from raypost.report.display import Progress
+from raypost.report.terminal import RunDisplay
 from raypost.types import IntArray
 
 PRODUCTION, EVALUATION = "rollout-controller", "evaluation-controller"
@@ -59,7 +59,7 @@ WATCHED = (
 @asynccontextmanager
 async def spawn(cfg: Config, stop: asyncio.Event) -> AsyncIterator[Roles]:
     """Start all roles of `cfg.placement`; on leaving, write the report and end them."""
-    display = Progress(cfg)
+    display = RunDisplay(cfg)
     cast = Cast(cfg)
     try:
         roles = await _unless(stop, _start(cast, stop, display))
@@ -92,7 +92,7 @@ async def _unless(stop: asyncio.Event, starting: Coroutine[Any, Any, Roles]) -> 
         await asyncio.gather(start, return_exceptions=True)
 
 
-async def _start(cast: Cast, stop: asyncio.Event, display: Progress) -> Roles:
+async def _start(cast: Cast, stop: asyncio.Event, display: RunDisplay) -> Roles:
     cfg = cast.cfg
     models = await _prepare_models(cfg, display)
     model_path = models.policy
@@ -128,7 +128,7 @@ async def _one(call: Awaitable[Any]) -> list[Any]:
     return [await call]
 
 
-async def _timed(display: Progress, what: str, starting: Any, timeout_s: float) -> None:
+async def _timed(display: RunDisplay, what: str, starting: Any, timeout_s: float) -> None:
     start = time.monotonic()
     infos = await within(starting, timeout_s + CALL_TIMEOUT_S, f"the {what} to start")
     display.phase(f"{what}: {len(infos)} ready in {time.monotonic() - start:.1f} s")
@@ -144,7 +144,7 @@ class Models:
     canary_ids: IntArray
 
 
-async def _prepare_models(cfg: Config, display: Progress) -> Models:
+async def _prepare_models(cfg: Config, display: RunDisplay) -> Models:
     """All models as local folders, from a task of its own so that the driver stays small."""
     start = time.monotonic()
     display.phase(f"preparing model {cfg.model.name}")
@@ -176,7 +176,7 @@ def prepared(cfg: Config) -> Models:
 def _spawn_light(
     cast: Cast,
     stop: asyncio.Event,
-    display: Progress,
+    display: RunDisplay,
     models: Models,
     trainer: TrainerGroup,
 ) -> Roles:

@@ -150,7 +150,7 @@ def explain(
     """Tell what became of a group, or where all groups of a run are; also while the run goes on."""
     from raypost.ledger.life import find_run, group_life
     from raypost.ledger.summary import ledger_summary
-    from raypost.report.explain_view import life_text, summary_text
+    from raypost.report.explain_terminal import ledger_text, life_text
 
     with _refusals():
         folder = find_run(run)
@@ -159,7 +159,7 @@ def explain(
             found, text = life.as_dict(), life_text(life)
         else:
             summary = ledger_summary(folder)
-            found, text = summary.as_dict(), summary_text(summary)
+            found, text = summary.as_dict(), ledger_text(summary)
     if as_json:
         print(json.dumps(found, indent=2))
     else:

@@ -1,6 +1,6 @@
 """The life of one group, read from its run's ledger journal, also while the run goes on.
 
-Owns finding the run and the group. All groups together are summary.py's, text is explain_view.py's.
+Owns finding the run and the group. All groups together are summary.py's, text is report.explain_terminal's.
 
 Invariant: memory is bounded by the life that is explained, never by the length of the journal.
 """

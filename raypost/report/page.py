@@ -39,7 +39,7 @@ _FATES = {
 
 
 def render(report: Mapping[str, Any], config: Mapping[str, Any], svgs: Mapping[str, str]) -> str:
-    """The page. `svgs` by name, as figures.draw gives them; sections without a plot are left out."""
+    """The page. `svgs` by name, as plots.draw gives them; sections without a plot are left out."""
     template = Template(resources.files("raypost.report").joinpath("page.html").read_text("utf-8"))
     return template.substitute(
         name=escape(report["name"]),

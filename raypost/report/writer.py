@@ -28,7 +28,7 @@ from raypost.config import Config, parse_config
 from raypost.metrics import finite_floats
 from raypost.report import files
 from raypost.report.record import RunRecord, load_record
-from raypost.report.summary import package_versions, summarise
+from raypost.report.report_json import build_report, package_versions
 from raypost.types import GroupCounts, Span, SyncReport
 
 RunStatus = Literal["finished", "stopped", "failed"]
@@ -122,7 +122,7 @@ def rebuild(run_dir: Path) -> dict[str, Any]:
     goes on. Returns what report.json holds. Raises FileNotFoundError if the folder holds no run."""
     record = load_record(run_dir)
     config = parse_config(record.config, origin=str(run_dir / files.CONFIG))
-    report = summarise(record, config)
+    report = build_report(record, config)
     _write_json(run_dir, report)
     try:
         _draw(run_dir, report, record)
@@ -139,9 +139,9 @@ def _write_json(run_dir: Path, report: dict[str, Any]) -> None:
 
 def _draw(run_dir: Path, report: dict[str, Any], record: RunRecord) -> None:
     # Plotting costs 40 MB that only the end of a run needs.
-    from raypost.report import figures, page
+    from raypost.report import page, plots
 
-    drawn = figures.draw(record, report)
+    drawn = plots.draw(record, report)
     files.write_atomically(run_dir / files.REPORT_HTML, page.render(report, record.config, drawn.svgs))
     files.write_atomically(run_dir / files.TIMELINE_PNG, drawn.timeline_png)
     files.write_atomically(run_dir / files.CURVES_PNG, drawn.curves_png)

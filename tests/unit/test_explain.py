@@ -22,7 +22,7 @@ from raypost.errors import ConfigError
 from raypost.ledger.ledger import LEDGER_FILE, Ledger, group_facts
 from raypost.ledger.life import find_run, group_life
 from raypost.ledger.summary import REGENERATED, ledger_summary, length_bias
-from raypost.report.explain_view import life_text, summary_text
+from raypost.report.explain_terminal import ledger_text, life_text
 from raypost.types import GroupKey, Status
 from tests.unit.production import group
 
@@ -285,7 +285,7 @@ def test_the_summary_counts_every_group_once_with_its_length_and_staleness(
         ("b", "in_flight"): (1, None, None),
     }
     assert summary.events == {"started": 1, "paused": 1}
-    said = text_of(summary_text(summary))
+    said = text_of(ledger_text(summary))
     assert "5 sampled = 2 trained + 1 filtered + 0 failed + 1 expired + 0 buffered + 1 in flight" in said
     assert "every move in the journal is a legal one" in said
 
@@ -308,7 +308,7 @@ def test_what_the_ledger_would_refuse_is_a_problem(ledger: Ledger, tmp_path: Pat
     ]  # fmt: skip
     assert "has ended already" in summary.problems[0]
     assert summary.counts.trained == 1
-    assert "problem: leased" in text_of(summary_text(summary))
+    assert "problem: leased" in text_of(ledger_text(summary))
 
 
 def test_a_journal_that_is_not_the_checkpoints_is_named(tmp_path: Path) -> None:
@@ -387,7 +387,7 @@ def test_length_bias_compares_what_age_took_with_what_was_trained(ledger: Ledger
     assert (bias.regenerated.groups, bias.regenerated.tokens_mean) == (1, 30.0)
     assert (bias.ratio, bias.share) == (2.5, 2 / 7)
     assert "29 % of the groups grew too old, 2.50 times as long as trained ones" in text_of(
-        summary_text(ledger_summary(tmp_path))
+        ledger_text(ledger_summary(tmp_path))
     )
 
 

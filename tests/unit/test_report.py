@@ -15,7 +15,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from raypost.config import load_config
 from raypost.ledger.ledger import LEDGER_FILE, Ledger
 from raypost.report import files, writer
-from raypost.report.summary import recipe_digest
+from raypost.report.report_json import recipe_digest
 from raypost.report.writer import RunWriter, rebuild
 from raypost.types import GroupCounts, Span, Status
 from tests import synthetic_run as run

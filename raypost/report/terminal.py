@@ -45,7 +45,7 @@ COLUMNS = {"reward": 4, "held-out": 4, "buffer": 2, "staleness": 5, "tokens/s": 
 STATE_STYLES = {"up": "green", "starting": "yellow", "down": "red"}
 
 
-class Progress:
+class RunDisplay:
     """Live progress of one run. Use from one thread."""
 
     def __init__(self, config: Config, tty: bool | None = None, out: TextIO | None = None) -> None:
@@ -119,7 +119,7 @@ class Progress:
     def finish(self, report: Mapping[str, Any], run_dir: Path) -> None:
         """Show the figures that matter and where the report is."""
         self.close()
-        self._line("\n" + summary(report, run_dir))
+        self._line("\n" + report_text(report, run_dir))
 
     def close(self) -> None:
         """Leave the terminal as it was found. Idempotent."""
@@ -231,7 +231,7 @@ def scores_table(scores: Mapping[str, Any], tasks: Sequence[str], options: EvalC
     return table
 
 
-def summary(report: Mapping[str, Any], run_dir: Path) -> str:
+def report_text(report: Mapping[str, Any], run_dir: Path) -> str:
     """The figures that matter, a line each, and the path of the report."""
     groups = report["groups"]
     fates = [

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from raypost.report import display, formatting
-from raypost.report.display import Progress, summary
+from raypost.report import formatting, terminal
+from raypost.report.terminal import RunDisplay, report_text
 from tests import synthetic_run as run
 
 REPORT: dict[str, Any] = {
@@ -37,13 +37,13 @@ class Clock:
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     clock = Clock()
-    monkeypatch.setattr(display, "time", clock)
+    monkeypatch.setattr(terminal, "time", clock)
     return clock
 
 
-def plain() -> tuple[Progress, io.StringIO]:
+def plain() -> tuple[RunDisplay, io.StringIO]:
     out = io.StringIO()
-    return Progress(run.config(), out=out), out
+    return RunDisplay(run.config(), out=out), out
 
 
 def record(step: int, **more: object) -> dict[str, object]:
@@ -100,7 +100,7 @@ def test_an_evaluation_shows_its_intervals_and_the_pass_rates_that_were_asked_fo
     out = io.StringIO()
     options = {"samples": 4, "temperature": 1.0, "pass_k": [2, 4]}
     scores = {"held_out": 0.62, "held_out_low": 0.55, "held_out_high": 0.694, "pass@1": 0.62, "pass@4": 0.8}
-    Progress(run.config(eval=options), out=out).evaluated(0, scores)
+    RunDisplay(run.config(eval=options), out=out).evaluated(0, scores)
     assert (
         out.getvalue().splitlines()[-1].strip() == "held-out 0.62 [0.55, 0.69] before training, pass@4 0.80"
     )
@@ -113,7 +113,7 @@ def test_the_table_of_an_evaluation_has_a_line_a_task_and_one_for_all() -> None:
         "pass@4/sums": 1.0, "pass@4_low/sums": 0.9, "pass@4_high/sums": 1.0, "eval_failed": 3.0,
     }  # fmt: skip
     shown = io.StringIO()
-    Console(file=shown, width=120).print(display.scores_table(scores, ["sums", "words"], options))
+    Console(file=shown, width=120).print(terminal.scores_table(scores, ["sums", "words"], options))
     cells = [[c.strip() for c in re.split("[│┃]", line)[1:-1]] for line in shown.getvalue().splitlines()]
     assert [row for row in cells if row] == [
         ["task", "mean@4", "pass@1", "pass@4"],
@@ -148,7 +148,7 @@ def test_only_a_changed_worker_state_is_worth_a_line(clock: Clock) -> None:
 
 def test_on_a_terminal_a_panel_shows_everything_and_is_left_clean() -> None:
     out = io.StringIO()
-    progress = Progress(run.config(), tty=True, out=out)
+    progress = RunDisplay(run.config(), tty=True, out=out)
     progress.workers({"rollout-worker-0": "up"})
     for step in range(1, 4):
         progress.step(step, record(step))
@@ -170,7 +170,7 @@ def test_on_a_terminal_a_panel_shows_everything_and_is_left_clean() -> None:
 
 
 def test_the_summary_has_the_figures_that_matter_and_the_path() -> None:
-    text = summary(REPORT, Path("runs/quickstart"))
+    text = report_text(REPORT, Path("runs/quickstart"))
     for expected in (
         "finished: quickstart",
         "0.31 -> 0.87 [0.82, 0.91]  (+0.56)",
@@ -192,7 +192,9 @@ def test_a_failed_run_leads_with_its_error_and_lists_its_problems() -> None:
         "problems": ["3 groups are lost"],
         "name": "x",
     }
-    text = summary(none | {"status": "failed", "error": "ClusterError: no cores", "steps": 0}, Path("runs/x"))
+    text = report_text(
+        none | {"status": "failed", "error": "ClusterError: no cores", "steps": 0}, Path("runs/x")
+    )
     assert text.splitlines()[:2] == ["failed: x", "  ClusterError: no cores"]
     assert "3 groups are lost" in text
 
@@ -201,7 +203,7 @@ def test_what_the_display_keeps_does_not_grow_with_steps(clock: Clock) -> None:
     progress, _ = plain()
     for step in range(1, 2000):
         progress.step(step, record(step))
-    assert len(progress._ends) <= display.PACE_STEPS + 1
+    assert len(progress._ends) <= terminal.PACE_STEPS + 1
 
 
 @pytest.mark.parametrize(("value", "text"), [
@@ -227,9 +229,9 @@ def test_the_summary_names_a_length_bias_only_where_groups_grew_too_old() -> Non
 
     bias = {"trained": kind(30, 10.0), "dropped": kind(0, None), "regenerated": kind(0, None)}
     fresh = {**REPORT, "length_bias": {**bias, "ratio": None, "share": 0.0}}
-    assert "length bias" not in summary(fresh, Path("runs/x"))
+    assert "length bias" not in report_text(fresh, Path("runs/x"))
     old = {**REPORT, "length_bias": {**bias, "dropped": kind(10, 15.0), "ratio": 1.5, "share": 0.25}}
     assert (
         "length bias       25 % of the groups grew too old, 1.50 times as long as trained ones: "
         "10 dropped (15.0 tokens), 30 trained (10.0 tokens)"
-    ) in summary(old, Path("runs/x"))
+    ) in report_text(old, Path("runs/x"))

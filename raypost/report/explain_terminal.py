@@ -186,7 +186,7 @@ def _rewards(rewards: list[float | None]) -> str:
 # ---------------------------------------------------------------- all groups
 
 
-def summary_text(summary: LedgerSummary) -> RenderableType:
+def ledger_text(summary: LedgerSummary) -> RenderableType:
     """Where all groups of a run are, by task."""
     counts = summary.counts.as_dict()
     places = [

@@ -1,6 +1,6 @@
 """The figures of a report, computed from what the run left on disk.
 
-Idle fractions, overlap and windows are defined in raypost.metrics; everything else in `summarise`.
+Idle fractions, overlap and windows are defined in raypost.metrics; everything else in `build_report`.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ def recipe_digest(config: Config) -> str:
     return hashlib.sha256(json.dumps(recipe, sort_keys=True).encode()).hexdigest()[:12]
 
 
-def summarise(record: RunRecord, config: Config) -> dict[str, Any]:
+def build_report(record: RunRecord, config: Config) -> dict[str, Any]:
     """Plain data for report.json. A figure that nothing was measured for is None."""
     end = record.end or {"status": "failed", "error": KILLED}
     report = {

@@ -1,6 +1,6 @@
 """The plots of a report, each as SVG for the page, and the two pictures a README shows, as PNG.
 
-Owns colours and shapes; every number comes from a RunRecord or from the figures of summary.py.
+Owns colours and shapes; every number comes from a RunRecord or from the figures of report_json.py.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 from raypost import metrics
 from raypost.report.colours import BLUE, GREEN, GREY, INK, LIGHT, ORANGE, PALE, RED
 from raypost.report.record import Column, RunRecord, held_out_intervals, held_out_scores
-from raypost.report.summary import reward_curve
+from raypost.report.report_json import reward_curve
 from raypost.report.timeline import draw_shares, draw_timeline, whole_run, zoom
 
 MAX_POINTS = 1500

@@ -12,7 +12,7 @@ import pytest
 from raypost.config import EvalConfig, parse_config
 from raypost.errors import ConfigError
 from raypost.metrics import bounds, bounds_of
-from raypost.report.evaluate import (
+from raypost.report.eval_statistics import (
     Estimate,
     mean_reward,
     over_tasks,
