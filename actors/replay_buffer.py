@@ -79,7 +79,7 @@ class ReplayBufferActor:
     def reclaim(self) -> tuple[GroupKey, ...]:
         return _now(self._buffer.reclaim())
 
-    def lease(self, step: int, per_task: dict[str, int]) -> Lease | None:
+    def lease(self, step: int, per_task: dict[str, int]) -> Lease[PackedGroups] | None:
         return _now(self._buffer.lease(step, per_task))
 
     def acknowledge(self, step: int) -> tuple[GroupKey, ...]:

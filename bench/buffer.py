@@ -131,11 +131,11 @@ class Raypost(Subject):
         lease = ray.get(self.actor.lease.remote(self.step, {"default": limit}))
         if lease is None:
             return 0
-        assert lease.packed.columns[1][-1] == 7
+        assert lease.batch.columns[1][-1] == 7
         # Trained: its lease ends while the next one is asked for.
         self.actor.acknowledge.remote(self.step)
         self.step += 1
-        return lease.packed.num_groups
+        return lease.batch.num_groups
 
     def memory(self) -> int:
         return ray.get(self.actor.memory.remote())

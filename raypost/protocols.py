@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, Generic, Protocol, TypeVar
 
 from raypost.packed import PackedGroups
 from raypost.pause import PauseMode
@@ -23,6 +23,10 @@ from raypost.types import (
     WeightReport,
 )
 from raypost.weights.manifest import Manifest
+
+BatchT_co = TypeVar("BatchT_co", covariant=True)
+"""A batch as its buffer hands it out: PackedGroups in one process, a Ref of them from another. Production passes it
+on and cannot open it."""
 
 
 class Generator(Protocol):
@@ -142,14 +146,15 @@ class PutResult:
 
 
 @dataclass(slots=True, kw_only=True, frozen=True)
-class Lease:
+class Lease(Generic[BatchT_co]):
     """A batch taken for `step`. It stays in the buffer until `acknowledge(step)`."""
 
     step: int
     keys: tuple[GroupKey, ...]
     staleness: tuple[int, ...]
     """Per group, at `step`."""
-    packed: PackedGroups
+    num_samples: int
+    batch: BatchT_co
 
 
 @dataclass(slots=True, frozen=True)
@@ -185,7 +190,7 @@ class BufferCounts:
     """Above a high-water mark, and since then not yet below the low-water mark."""
 
 
-class Buffer(Protocol):
+class Buffer(Protocol[BatchT_co]):
     """Groups by (task, status), owned by whoever implements this. Every method is idempotent."""
 
     async def put(self, packed: PackedGroups, train_step: int) -> list[PutResult]:
@@ -214,7 +219,7 @@ class Buffer(Protocol):
         """Take back all popped groups as they were: whoever held them is gone. Returns their keys."""
         ...
 
-    async def lease(self, step: int, per_task: dict[str, int]) -> Lease | None:
+    async def lease(self, step: int, per_task: dict[str, int]) -> Lease[BatchT_co] | None:
         """Lease exactly that many COMPLETED groups a task in the buffer's order, or None and change nothing.
         Tokens at or above the task's token threshold are masked in the batch alone.
 

@@ -214,7 +214,7 @@ class ReplayBuffer:
 
     # ---------------------------------------------------------------- the consumer's side
 
-    async def lease(self, step: int, per_task: dict[str, int]) -> Lease | None:
+    async def lease(self, step: int, per_task: dict[str, int]) -> Lease[PackedGroups] | None:
         """Lease exactly that many COMPLETED groups a task in the buffer's order, or None and change nothing.
         Tokens at or above the task's token threshold are masked in the batch alone.
 
@@ -239,7 +239,13 @@ class ReplayBuffer:
         lease = self._leases[step]
         batch = gather(lease.records)
         self._expiry.mask(batch, step)
-        return Lease(step=step, keys=batch.keys, staleness=lease.staleness, packed=batch)
+        return Lease(
+            step=step,
+            keys=batch.keys,
+            staleness=lease.staleness,
+            num_samples=batch.num_samples,
+            batch=batch,
+        )
 
     def _choose(self, step: int, per_task: dict[str, int]) -> list[Record]:
         chosen: list[Record] = []

@@ -60,7 +60,7 @@ async def try_take(context: ProduceContext, step: int, *, refresh: bool) -> Take
     # Ages what stays: from now on it can be trained at the next step at the earliest.
     await context.refresh(step + 1)
     context.pending.changed.notify()
-    return await _result(context, step, lease), lease.packed
+    return await _result(context, step, lease), lease.batch
 
 
 async def _there(context: ProduceContext, wanted: dict[str, int]) -> dict[str, int]:
@@ -78,7 +78,7 @@ async def take_again(context: ProduceContext, step: int) -> PackedGroups:
     lease = await context.buffer.lease(step, {}) if step in context.ledger.open_leases() else None
     if lease is None:
         raise ProductionError(f"the batch of step {step} is trained and gone; {context.describe()}")
-    return lease.packed
+    return lease.batch
 
 
 def _consume(context: ProduceContext, lease: Lease) -> None:
@@ -128,7 +128,7 @@ async def _result(context: ProduceContext, step: int, lease: Lease | None) -> Ta
         status=str(context.status),
         step=step,
         num_groups=len(lease.keys),
-        num_samples=lease.packed.num_samples,
+        num_samples=lease.num_samples,
         staleness=lease.staleness,
         buffered=buffered,
         metrics=context.progress.read_metrics(),

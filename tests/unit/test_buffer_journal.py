@@ -83,7 +83,7 @@ def test_everything_is_as_it_was_after_a_death(host: Host) -> None:
         name: state[name] for name in state if name != "groups"
     }
     assert after["groups"]["header"] == state["groups"]["header"]
-    assert lease is not None and again is not None and same_bytes(lease.packed, again.packed)
+    assert lease is not None and again is not None and same_bytes(lease.batch, again.batch)
     assert len(report) == 2 and now(host.buffer.refresh(3, 8)) == report
     assert ids(now(host.buffer.pop("default", [Status.ABORTED], 2, 3))) == [5]
     assert now(host.buffer.reclaim()) == (("default", 5),)

@@ -112,7 +112,7 @@ def stale_tokens_are_masked_in_the_batch(versions: list[int], mask: list[int], t
     held = buffer(9, token_stale_threshold=2)
     put(held, group(0, versions, masks=[mask]), train_step=5)
     lease = now(held.lease(5, {"default": 1}))
-    assert lease is not None and lease.packed.masks.tolist() == [bool(one) for one in trained]
+    assert lease is not None and lease.batch.masks.tolist() == [bool(one) for one in trained]
 
 
 @row(6, ([1, 1], [1, 1], EXPIRED))

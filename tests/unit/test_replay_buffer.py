@@ -186,7 +186,7 @@ def test_stale_tokens_are_masked_in_the_lease_and_only_there() -> None:
     buffer = make(threshold=9, tokens=2)
     put(buffer, group(0, [1, 1, 3, 3], masks=[[1, 0, 1, 1]]), train_step=5)
     lease = now(buffer.lease(5, {"default": 1}))
-    assert lease is not None and lease.packed.masks.tolist() == [False, False, True, True]
+    assert lease is not None and lease.batch.masks.tolist() == [False, False, True, True]
     restored = make(threshold=9, tokens=2)
     now(restored.load_state_dict(now(buffer.state_dict())))
     assert only(pop(restored, COMPLETED, claim=1)).states[0].response_mask.tolist() == [
@@ -202,14 +202,14 @@ def test_fresh_tokens_that_are_not_trained_stay_masked() -> None:
     buffer = make(threshold=9, tokens=2)
     put(buffer, group(0, [1, 3, 3, NO_VERSION], masks=[[1, 0, 1, 0]]), train_step=5)
     lease = now(buffer.lease(5, {"default": 1}))
-    assert lease is not None and lease.packed.masks.tolist() == [False, False, True, False]
+    assert lease is not None and lease.batch.masks.tolist() == [False, False, True, False]
 
 
 def test_masking_counts_from_the_step_of_the_lease() -> None:
     buffer = make(threshold=9, tokens=2)
     put(buffer, group(0, [3, 4]), group(1, [4]), train_step=5)
     lease = now(buffer.lease(6, {"default": 2}))
-    assert lease is not None and lease.packed.masks.tolist() == [False, True, True]
+    assert lease is not None and lease.batch.masks.tolist() == [False, True, True]
 
 
 def test_tasks_without_a_token_threshold_are_not_masked() -> None:
@@ -217,7 +217,7 @@ def test_tasks_without_a_token_threshold_are_not_masked() -> None:
     put(buffer, group(0, [1, 4]), group(0, [1, 4], task="other"), train_step=5)
     lease = now(buffer.lease(5, {"default": 1, "other": 1}))
     assert lease is not None
-    masks = {one.task: one.states[0].response_mask.tolist() for one in unpack_groups(lease.packed)}
+    masks = {one.task: one.states[0].response_mask.tolist() for one in unpack_groups(lease.batch)}
     assert masks == {"default": [False, True], "other": [True, True]}
 
 
@@ -324,7 +324,7 @@ def test_what_is_leased_does_not_share_memory_with_what_is_stored() -> None:
     assert first is not None
     first.packed.columns[1][:] = 99
     again = now(buffer.lease(1, {"default": 1}))
-    assert again is not None and 99 not in again.packed.columns[1]
+    assert again is not None and 99 not in again.batch.columns[1]
 
 
 # ---------------------------------------------------------------- handed out
@@ -407,7 +407,7 @@ def test_lease_of_a_step_is_the_same_until_acknowledged() -> None:
     first, again = now(buffer.lease(1, {"default": 2})), now(buffer.lease(1, {"default": 1}))
     assert first is not None and again is not None
     assert first.keys == again.keys and first.staleness == again.staleness == (0, 0)
-    assert same_bytes(first.packed, again.packed)
+    assert same_bytes(first.packed, again.batch)
     assert counts(buffer) == {COMPLETED: 1, ARCHIVED: 2}
     assert now(buffer.acknowledge(1)) == first.keys
     assert now(buffer.acknowledge(1)) == ()

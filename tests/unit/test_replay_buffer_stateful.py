@@ -316,7 +316,7 @@ class BufferMachine(RuleBasedStateMachine):
         assert limits.stale_threshold is not None and max(lease.staleness) < limits.stale_threshold
         assert list(lease.staleness) == sorted(lease.staleness, reverse=True)
         bound = limits.token_stale_threshold
-        for version, trained in zip(lease.packed.versions.tolist(), lease.packed.masks.tolist(), strict=True):
+        for version, trained in zip(lease.batch.versions.tolist(), lease.batch.masks.tolist(), strict=True):
             assert not trained or bound is None or staleness_of(version, self.step) < bound
         self.ends()
 
