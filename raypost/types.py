@@ -1,11 +1,10 @@
-"""The records of every role: trajectories, groups, requests, counts.
+"""The records that roles exchange: trajectories, groups, generation requests, counts.
 
-Owns the status machine and the alignment of token fields. Owns neither the columnar form in which groups cross
-process borders (packed.py) nor policy: staleness arithmetic is in staleness.py, what happens to a group in
-producer.py.
+Owns the statuses and the alignment of token fields. Does not own the columnar form in which groups travel between
+processes (packed.py), the arithmetic of staleness (staleness.py), or what happens to a group (production/).
 
-Invariant: `response_ids`, `logprobs`, `policy_versions` and `response_mask` of a trajectory always have
-one length, also after any number of partial continuations.
+Invariant: `response_ids`, `logprobs`, `policy_versions` and `response_mask` of a trajectory always have the same
+length, after any number of partial continuations too.
 """
 
 from __future__ import annotations
@@ -28,10 +27,10 @@ T_co = TypeVar("T_co", covariant=True)
 
 
 class Ref(Protocol[T_co]):
-    """A value in Ray's object store, as a role passes it on without opening it; awaiting it opens it."""
+    """Reference to a value in Ray's object store. Roles pass it on unopened; awaiting it fetches the value."""
 
     def __await__(self) -> Generator[Any, None, T_co]:
-        """Give the value."""
+        """Fetch the value."""
         ...
 
 
@@ -40,22 +39,22 @@ NO_VERSION = -1
 
 
 class Status(StrEnum):
-    """Where a trajectory, or a group of them, stands."""
+    """State of a trajectory, or of a group of them."""
 
     INIT = "init"
     """Not generated yet."""
     COMPLETED = "completed"
-    """Generated to its end and judged."""
+    """Generated to the end and judged."""
     ABORTED = "aborted"
-    """Interrupted by a pause; its tokens are kept and generation continues later."""
+    """Interrupted by a pause; its tokens are kept, and generation continues later."""
     EXPIRED = "expired"
     """Too stale to train on; generated again, or dropped."""
     FAILED = "failed"
-    """Generation or judging failed; `error` says why. Never trained, never a zero reward."""
+    """Generation or judging failed; `error` says why. Never trained on, and never counted as a zero reward."""
     FILTERED = "filtered"
-    """Judged, but not valid for training (for instance all rewards of its group are equal)."""
+    """Judged, but not used for training (for instance because all rewards of the group are equal)."""
     ARCHIVED = "archived"
-    """Kept for the record only."""
+    """Leased to the trainer; counted as this until its step is acknowledged."""
 
 
 class ProduceBatchStatus(StrEnum):
@@ -65,11 +64,11 @@ class ProduceBatchStatus(StrEnum):
     UPDATE_WEIGHT_AND_ABORT = "update_weight_and_abort"
     """Production stopped because a weight sync is due."""
     EXPIRED_BATCH = "expired_batch"
-    """Production ran as far ahead as staleness allows; only newer weights let it continue."""
+    """Production is as far ahead as its staleness bound allows; it continues once newer weights arrive."""
 
 
 EVALUATION_PRIORITY = -1
-"""Evaluation goes before training's requests, which have 0."""
+"""Priority of evaluation's requests. Those of training have 0, and lower numbers are served first."""
 
 _FINISH_STATUS = {
     "stop": Status.COMPLETED,
@@ -80,13 +79,13 @@ _FINISH_STATUS = {
 
 
 def status_of_finish(finish_reason: str | None) -> Status:
-    """Status that an engine's finish reason means, ignoring case. Unknown or missing reasons are FAILED."""
+    """Return the status that an engine's finish reason stands for, ignoring case; FAILED if unknown or missing."""
     return _FINISH_STATUS.get((finish_reason or "").lower(), Status.FAILED)
 
 
 @dataclass(slots=True, kw_only=True, frozen=True)
 class SampleParams:
-    """How one trajectory is sampled. `temperature` 0 is greedy; `top_k` 0 and `top_p` 1 switch those off."""
+    """Sampling parameters of one trajectory. `temperature` 0 is greedy; `top_k` 0 and `top_p` 1 do not cut."""
 
     max_tokens: int
     temperature: float = 1.0
@@ -118,13 +117,13 @@ class RolloutState:
 
     task: str
     group_id: int
-    """Ordinal of the prompt among all prompts this task ever sampled; unique for the whole run."""
+    """Position of the prompt in the sequence of all prompts this task has sampled; unique within the run."""
     sample_index: int
-    """Which of the group's siblings, from 0 to group_size - 1."""
+    """Position among the group's siblings, 0 to group_size - 1."""
     prompt_ids: IntArray
     sample_params: SampleParams
     metadata: dict[str, Any] = field(default_factory=dict)
-    """What the judge needs (answer, dataset entry). Plain data only."""
+    """Data for the judge (the answer, the dataset's entry). Plain data only."""
     status: Status = Status.INIT
     response_ids: IntArray = field(default_factory=_empty_ints)
     logprobs: FloatArray = field(default_factory=_empty_floats)
@@ -135,23 +134,24 @@ class RolloutState:
     finish_reason: str | None = None
     error: str | None = None
     num_aborts: int = 0
-    """How often a pause interrupted this trajectory."""
+    """Number of pauses that interrupted this trajectory."""
     worker: str = ""
-    """Rollout worker that produced the last segment."""
+    """Rollout worker that generated the last segment."""
     priority: int = 0
-    """Of its requests where engines are shared; see GenerateRequest."""
+    """Priority of its requests on shared engines; see GenerateRequest."""
 
     def __post_init__(self) -> None:
+        """Raise AlignmentError unless the four response fields have one length."""
         self.check_aligned()
 
     @property
     def num_tokens(self) -> int:
-        """Length of the response so far, T."""
+        """Length T of the response so far."""
         return len(self.response_ids)
 
     @property
     def remaining_tokens(self) -> int:
-        """How many more tokens may be generated; `sample_params.max_tokens` itself never changes."""
+        """Number of tokens that may still be generated; `sample_params.max_tokens` itself never changes."""
         return self.sample_params.max_tokens - len(self.response_ids)
 
     def check_aligned(self) -> None:
@@ -174,7 +174,7 @@ class RolloutState:
         versions: IntArray,
         mask: MaskArray | None = None,
     ) -> None:
-        """Append one generated (mask all True) or foreign segment of S tokens. Raises AlignmentError."""
+        """Append a segment of S tokens. Without `mask` all are trained. Raises AlignmentError if lengths differ."""
         if mask is None:
             mask = np.ones(len(ids), np.bool_)
         if not len(ids) == len(logprobs) == len(versions) == len(mask):
@@ -205,8 +205,11 @@ _GROUP_PRIORITY = (Status.FAILED, Status.ABORTED, Status.EXPIRED, Status.FILTERE
 
 
 def group_status(states: Sequence[RolloutState]) -> Status:
-    """Status of a group: the worst of its members (FAILED > ABORTED > EXPIRED > FILTERED), INIT if any
-    member was never generated, else COMPLETED. Raises ValueError if empty."""
+    """Return the status of a group with these members: the worst of theirs.
+
+    FAILED > ABORTED > EXPIRED > FILTERED; then INIT if any member was never generated, else COMPLETED.
+    Raises ValueError for no members.
+    """
     if not states:
         raise ValueError("a group has at least one trajectory")
     present = {state.status for state in states}
@@ -226,37 +229,39 @@ class Group:
 
     @property
     def key(self) -> GroupKey:
+        """Name of the group in the ledger and the buffer."""
         return (self.task, self.group_id)
 
     @property
     def status(self) -> Status:
+        """Worst status of its members; see group_status."""
         return group_status(self.states)
 
     @property
     def num_tokens(self) -> int:
-        """Response tokens of all members."""
+        """Response tokens of all members together."""
         return sum(state.num_tokens for state in self.states)
 
 
 GroupKey = tuple[str, int]
-"""(task, group_id): how the ledger and the buffer name a group."""
+"""(task, group_id): the name of a group in the ledger and the buffer."""
 
 
 @dataclass(slots=True, kw_only=True, frozen=True)
 class GenerateRequest:
-    """One continuation asked of an engine. `token_ids` is the prompt and everything generated so far."""
+    """A request to an engine to continue `token_ids`: the prompt and everything generated so far."""
 
     request_id: str
     token_ids: IntArray
     sample_params: SampleParams
-    """With `max_tokens` already lowered to what remains."""
+    """`max_tokens` is already lowered to what remains."""
     priority: int = 0
-    """Lower ones are decoded first where engines are shared: evaluation has EVALUATION_PRIORITY."""
+    """Lower numbers are decoded first on shared engines; evaluation has EVALUATION_PRIORITY."""
 
 
 @dataclass(slots=True, kw_only=True, frozen=True)
 class GenerateResult:
-    """What an engine generated: S ids with logprobs and per-token policy versions (all length S)."""
+    """Tokens that an engine generated: ids, logprobs and policy versions, each of length S."""
 
     response_ids: IntArray
     logprobs: FloatArray
@@ -267,7 +272,7 @@ class GenerateResult:
 
     @classmethod
     def nothing(cls, finish_reason: str, worker: str = "", error: str | None = None) -> GenerateResult:
-        """A result without tokens: the request was refused ("abort") or failed ("error")."""
+        """Return a result without tokens, for a request that was refused ("abort") or failed ("error")."""
         return cls(
             response_ids=_empty_ints(),
             logprobs=_empty_floats(),
@@ -280,7 +285,7 @@ class GenerateResult:
 
 @dataclass(slots=True, kw_only=True, frozen=True)
 class WeightReport:
-    """What an engine says it holds: a version and the digest of the bytes it loaded."""
+    """An engine's report of the weights it holds: their version and the digest of the bytes it loaded."""
 
     version: int
     digest: str
@@ -307,7 +312,7 @@ class SyncReport:
 
 @dataclass(slots=True, kw_only=True, frozen=True)
 class WorkerStats:
-    """One rollout worker's state now; counters are totals since it started."""
+    """Current state of one rollout worker. Counters are totals since it started."""
 
     worker: str
     version: int
@@ -319,7 +324,7 @@ class WorkerStats:
 
 @dataclass(slots=True, kw_only=True, frozen=True)
 class Span:
-    """An interval of one actor's time, in seconds since the epoch."""
+    """A time interval of one actor, in seconds since the epoch."""
 
     actor: str
     kind: str
@@ -330,7 +335,10 @@ class Span:
 
 @dataclass(slots=True, kw_only=True, frozen=True)
 class GroupCounts:
-    """Where every group is. sampled = trained + filtered + failed + expired + buffered + in_flight + lost."""
+    """Number of groups in each place.
+
+    sampled = trained + filtered + failed + expired + buffered + in_flight + lost.
+    """
 
     sampled: int = 0
     trained: int = 0
@@ -338,16 +346,16 @@ class GroupCounts:
     failed: int = 0
     expired: int = 0
     buffered: int = 0
-    """In the replay buffer, a lease that is not acknowledged yet included."""
+    """In the replay buffer, leased groups that are not acknowledged yet included."""
     in_flight: int = 0
 
     @property
     def lost(self) -> int:
-        """Groups no one can account for. Must be 0."""
+        """Groups that are in none of the places above. Must be 0."""
         rest = self.trained + self.filtered + self.failed + self.expired + self.buffered + self.in_flight
         return self.sampled - rest
 
     def as_dict(self) -> dict[str, int]:
-        """All counts, `lost` included, under the names of the report."""
+        """Return all counts, `lost` included, under the names used in reports."""
         names = ("sampled", "trained", "filtered", "failed", "expired", "buffered", "in_flight", "lost")
         return {name: cast(int, getattr(self, name)) for name in names}
