@@ -322,7 +322,7 @@ def test_what_is_leased_does_not_share_memory_with_what_is_stored() -> None:
     put(buffer, group(0, [0, 0]))
     first = now(buffer.lease(1, {"default": 1}))
     assert first is not None
-    first.packed.columns[1][:] = 99
+    first.batch.columns[1][:] = 99
     again = now(buffer.lease(1, {"default": 1}))
     assert again is not None and 99 not in again.batch.columns[1]
 
@@ -407,7 +407,7 @@ def test_lease_of_a_step_is_the_same_until_acknowledged() -> None:
     first, again = now(buffer.lease(1, {"default": 2})), now(buffer.lease(1, {"default": 1}))
     assert first is not None and again is not None
     assert first.keys == again.keys and first.staleness == again.staleness == (0, 0)
-    assert same_bytes(first.packed, again.batch)
+    assert same_bytes(first.batch, again.batch)
     assert counts(buffer) == {COMPLETED: 1, ARCHIVED: 2}
     assert now(buffer.acknowledge(1)) == first.keys
     assert now(buffer.acknowledge(1)) == ()
