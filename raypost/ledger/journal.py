@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-STARTED, RESTORED = "started", "restored"
+from raypost.ledger.events import LedgerEvent
 
 FLUSH_LINES = 4096
 """Lines kept in memory at most."""
@@ -186,16 +186,16 @@ def _scan(path: Path) -> tuple[int, list[tuple[int, int]], tuple[bytes, bytes]]:
     """(bytes of whole lines, restarts, the first and the last line); a restart: (where its line begins, where
     the history before it ends)."""
     restarts, offset, first, last = [], 0, b"", b""
-    started, restored = f'"{STARTED}"'.encode(), f'"{RESTORED}"'.encode()
+    started, restored = f'"{LedgerEvent.STARTED}"'.encode(), f'"{LedgerEvent.RESTORED}"'.encode()
     with open(path, "rb") as file:
         for raw in file:
             if not raw.endswith(b"\n"):
                 break
             if started in raw or restored in raw:
                 fields = _decode(raw) or {}
-                if fields.get("event") == STARTED:
+                if fields.get("event") == LedgerEvent.STARTED:
                     restarts.append((offset, 0))
-                elif fields.get("event") == RESTORED:
+                elif fields.get("event") == LedgerEvent.RESTORED:
                     saved = fields.get("offset")
                     # A file that lost its end is shorter than a checkpoint remembers.
                     restarts.append((offset, min(offset, saved) if isinstance(saved, int) else 0))

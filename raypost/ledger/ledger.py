@@ -27,7 +27,8 @@ from typing import Any
 import numpy as np
 
 from raypost.errors import CheckpointError, LedgerError
-from raypost.ledger.journal import RESTORED, STARTED, Journal
+from raypost.ledger.events import DROPPED, NOTES, LedgerEvent
+from raypost.ledger.journal import Journal
 from raypost.types import Group, GroupCounts, GroupKey, RolloutState, Status
 
 LEDGER_FILE = "ledger.jsonl"
@@ -90,11 +91,8 @@ class _LiveGroup:
     """Step it is leased for."""
 
 
-_DROPPED = (Status.FILTERED, Status.FAILED, Status.EXPIRED)
+_DROP_EVENTS = {Status(event.value): event for event in DROPPED}
 _BUFFERED, _UNTRAINED = (GroupPlace.BUFFERED,), (GroupPlace.IN_FLIGHT, GroupPlace.BUFFERED)
-_OWN_EVENTS = frozenset(
-    ("sampled", "continued", "stored", "leased", "trained", "saved", STARTED, RESTORED, *map(str, _DROPPED))
-)
 
 
 def group_facts(group: Group) -> dict[str, Any]:
@@ -154,8 +152,8 @@ class Ledger:
         self._leases: dict[int, list[GroupKey]] = {}
         self._ended: dict[str, OrdinalSet] = {}
         self._sampled = 0
-        self._totals: Counter[str] = Counter()
-        self._write(STARTED, None, {})
+        self._totals: Counter[LedgerEvent] = Counter()
+        self._write(LedgerEvent.STARTED, None, {})
 
     # ---------------------------------------------------------------- transitions
 
@@ -166,30 +164,34 @@ class Ledger:
         self._live[key] = _LiveGroup(GroupPlace.IN_FLIGHT)
         self._places[GroupPlace.IN_FLIGHT] += 1
         self._sampled += 1
-        self._write("sampled", key, {})
+        self._write(LedgerEvent.SAMPLED, key, {})
 
     def continued(self, key: GroupKey) -> None:
         """A buffered group is in flight again."""
         self._place(self._entry(key, _BUFFERED, GroupPlace.IN_FLIGHT), GroupPlace.IN_FLIGHT)
-        self._write("continued", key, {})
+        self._write(LedgerEvent.CONTINUED, key, {})
 
     def stored(self, key: GroupKey, status: Status, **facts: Any) -> None:
         """A group is in the buffer with `status`: it came from flight, or it changed its status there."""
         self._place(self._entry(key, _UNTRAINED, GroupPlace.BUFFERED), GroupPlace.BUFFERED)
-        self._write("stored", key, {"status": status.value, **facts})
+        self._write(LedgerEvent.STORED, key, {"status": status.value, **facts})
 
     def dropped(self, key: GroupKey, reason: Status, **facts: Any) -> None:
         """A group ended untrained: FILTERED, FAILED or EXPIRED."""
-        if reason not in _DROPPED:
-            raise LedgerError(f"group {key} cannot be dropped as {reason}: a reason is one of {_DROPPED}")
+        if reason not in _DROP_EVENTS:
+            raise LedgerError(
+                f"group {key} cannot be dropped as {reason}: a reason is one of {', '.join(_DROP_EVENTS)}"
+            )
         self._entry(key, _UNTRAINED, reason)
         if "why" in facts:
             facts["why"] = str(facts["why"])[:MAX_WHY]
-        self._end(key, reason.value, facts)
+        self._end(key, _DROP_EVENTS[reason], facts)
 
     def leased(self, keys: Sequence[GroupKey], step: int, staleness: Sequence[int]) -> None:
         """These groups are the batch of `step`. Repeated for the same step, nothing changes."""
-        entries = [self._entry(key, (GroupPlace.BUFFERED, GroupPlace.LEASED), "leased") for key in keys]
+        entries = [
+            self._entry(key, (GroupPlace.BUFFERED, GroupPlace.LEASED), LedgerEvent.LEASED) for key in keys
+        ]
         for key, entry, _ in zip(keys, entries, staleness, strict=True):
             if entry.place is GroupPlace.LEASED and entry.step != step:
                 raise LedgerError(
@@ -200,21 +202,23 @@ class Ledger:
                 self._place(entry, GroupPlace.LEASED)
                 entry.step = step
                 self._leases.setdefault(step, []).append(key)
-                self._write("leased", key, {"step": step, "staleness": age})
+                self._write(LedgerEvent.LEASED, key, {"step": step, "staleness": age})
 
     def trained(self, step: int) -> list[GroupKey]:
         """End all groups leased up to `step` as trained; returns them, none when repeated."""
         trained = []
         for leased in sorted(one for one in self._leases if one <= step):
             for key in self._leases.pop(leased):
-                self._end(key, "trained", {"step": leased})
+                self._end(key, LedgerEvent.TRAINED, {"step": leased})
                 trained.append(key)
         return trained
 
-    def note(self, event: str, **facts: Any) -> None:
+    def note(self, event: LedgerEvent, **facts: Any) -> None:
         """Write what happened to production as a whole, such as a pause; counts nothing."""
-        if event in _OWN_EVENTS:
-            raise LedgerError(f"{event!r} is what the ledger itself writes: name the note differently")
+        if event not in NOTES:
+            raise LedgerError(
+                f"{event} is for the ledger itself to write; a note is one of {', '.join(NOTES)}"
+            )
         self._write(event, None, facts)
 
     def _entry(self, key: GroupKey, places: tuple[GroupPlace, ...], to: str) -> _LiveGroup:
@@ -233,7 +237,7 @@ class Ledger:
         self._places[to] += 1
         entry.place = to
 
-    def _end(self, key: GroupKey, how: str, facts: dict[str, Any]) -> None:
+    def _end(self, key: GroupKey, how: LedgerEvent, facts: dict[str, Any]) -> None:
         self._places[self._live.pop(key).place] -= 1
         task, group_id = key
         self._ended.setdefault(task, OrdinalSet()).add(group_id)
@@ -250,10 +254,10 @@ class Ledger:
         """All counts, with what the buffer and the pending set really hold; `lost` is the difference."""
         return GroupCounts(
             sampled=self._sampled,
-            trained=self._totals["trained"],
-            filtered=self._totals["filtered"],
-            failed=self._totals["failed"],
-            expired=self._totals["expired"],
+            trained=self._totals[LedgerEvent.TRAINED],
+            filtered=self._totals[LedgerEvent.FILTERED],
+            failed=self._totals[LedgerEvent.FAILED],
+            expired=self._totals[LedgerEvent.EXPIRED],
             buffered=buffered,
             in_flight=in_flight,
         )
@@ -273,7 +277,7 @@ class Ledger:
 
     # ---------------------------------------------------------------- journal
 
-    def _write(self, event: str, key: GroupKey | None, facts: dict[str, Any]) -> None:
+    def _write(self, event: LedgerEvent, key: GroupKey | None, facts: dict[str, Any]) -> None:
         if self._journal is None:
             return
         now_s = self._clock()
@@ -299,10 +303,10 @@ class Ledger:
             raise LedgerError(
                 f"{self._places[GroupPlace.IN_FLIGHT]} groups are in flight, for instance {first}: pause before saving"
             )
-        self._write("saved", None, {"sampled": self._sampled, "live": len(self._live)})
+        self._write(LedgerEvent.SAVED, None, {"sampled": self._sampled, "live": len(self._live)})
         return {
             "sampled": self._sampled,
-            "totals": dict(self._totals),
+            "totals": {end.value: total for end, total in self._totals.items()},
             "ended": {task: ordinals.ranges() for task, ordinals in self._ended.items()},
             "live": [[task, group_id] for task, group_id in self._live],
             "journal_bytes": 0 if self._journal is None else self._journal.sync(),
@@ -317,7 +321,7 @@ class Ledger:
             )
         try:
             sampled = int(state["sampled"])
-            totals = Counter({str(name): int(total) for name, total in state["totals"].items()})
+            totals = Counter({LedgerEvent(name): int(total) for name, total in state["totals"].items()})
             ended = {str(task): OrdinalSet(ranges) for task, ranges in state["ended"].items()}
             live = {
                 (str(task), int(group_id)): _LiveGroup(GroupPlace.BUFFERED)
@@ -329,7 +333,7 @@ class Ledger:
         num_ended = sum(map(len, ended.values()))
         if sampled != num_ended + len(live) or num_ended != totals.total():
             raise CheckpointError(
-                f"ledger state does not add up: {sampled} sampled, {num_ended} ended ({dict(totals)}), "
+                f"ledger state does not add up: {sampled} sampled, {num_ended} ended ({dict(state['totals'])}), "
                 f"{len(live)} live"
             )
         self._sampled = sampled
@@ -338,4 +342,4 @@ class Ledger:
         self._live = live
         self._places = Counter({GroupPlace.BUFFERED: len(live)})
         self._leases = {}
-        self._write(RESTORED, None, {"offset": offset, "sampled": sampled, "live": len(live)})
+        self._write(LedgerEvent.RESTORED, None, {"offset": offset, "sampled": sampled, "live": len(live)})

@@ -14,12 +14,10 @@ from pathlib import Path
 from typing import Any
 
 from raypost.errors import ConfigError
-from raypost.ledger.journal import STARTED, JournalReader
+from raypost.ledger.events import ENDS, LedgerEvent
+from raypost.ledger.journal import JournalReader
 from raypost.ledger.ledger import LEDGER_FILE
 from raypost.types import GroupKey
-
-ENDS = ("trained", "filtered", "failed", "expired")
-"""How a group may end."""
 
 Fields = dict[str, Any]
 
@@ -88,7 +86,7 @@ def group_life(run_dir: Path, group: str) -> GroupLife:
     lives: dict[str, GroupLife] = {}
     for fields, void in reader.lines(lambda raw: number in raw or b'"group"' not in raw, void=True):
         if "group" not in fields:
-            if not void and fields["event"] not in (STARTED, "saved"):
+            if not void and fields["event"] not in (LedgerEvent.STARTED, LedgerEvent.SAVED):
                 for life in lives.values():
                     if life.lines and life.end is None:
                         life.lines.append(fields)
@@ -122,8 +120,9 @@ def _parse_group(group: str) -> tuple[str | None, int]:
 def _unknown_group(reader: JournalReader, group: str, task: str | None, group_id: int) -> str:
     """Why there is no such group: the tasks there are, and the nearest groups."""
     nearest: dict[str, list[int | None]] = {}
-    for fields, _ in reader.lines(lambda raw: b'"sampled"' in raw):
-        if fields["event"] != "sampled":
+    sampled = f'"{LedgerEvent.SAMPLED}"'.encode()
+    for fields, _ in reader.lines(lambda raw: sampled in raw):
+        if fields["event"] != LedgerEvent.SAMPLED:
             continue
         known = nearest.setdefault(fields["task"], [None, None])
         at: int = fields["group"]

@@ -14,7 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from raypost.errors import LedgerError
-from raypost.ledger.journal import RESTORED, JournalReader
+from raypost.ledger.events import DROPPED, LedgerEvent
+from raypost.ledger.journal import JournalReader
 from raypost.ledger.ledger import LEDGER_FILE, GroupPlace, Ledger
 from raypost.types import GroupCounts, GroupKey, Status
 
@@ -95,21 +96,21 @@ class LengthBias:
 
 def length_bias(tasks: dict[str, dict[str, GroupStats]]) -> LengthBias:
     """Length bias of these tasks together. A task of which nothing was trained has no say in the ratio."""
-    total = {name: GroupStats() for name in ("trained", "expired", REGENERATED)}
+    total = {name: GroupStats() for name in (LedgerEvent.TRAINED, LedgerEvent.EXPIRED, REGENERATED)}
     lost, expected = 0.0, 0.0
     for kinds in tasks.values():
         gone = GroupStats()
         for name, sum_of in total.items():
             sum_of += kinds.get(name, GroupStats())
-            if name != "trained":
+            if name != LedgerEvent.TRAINED:
                 gone += kinds.get(name, GroupStats())
-        trained_mean = kinds.get("trained", GroupStats()).tokens_mean
+        trained_mean = kinds.get(LedgerEvent.TRAINED, GroupStats()).tokens_mean
         if trained_mean:
             lost += gone.tokens_sum
             expected += gone.tokens_groups * trained_mean
     return LengthBias(
-        trained=total["trained"],
-        dropped=total["expired"],
+        trained=total[LedgerEvent.TRAINED],
+        dropped=total[LedgerEvent.EXPIRED],
         regenerated=total[REGENERATED],
         ratio=lost / expected if expected else None,
     )
@@ -186,12 +187,12 @@ class _Replay:
         self._problems: list[str] = []
         self._num_problems = 0
         self._moves: dict[str, Callable[[GroupKey, Fields], None]] = {
-            "sampled": self._sampled,
-            "continued": self._continued,
-            "stored": self._stored,
-            "leased": self._leased,
-            "trained": self._trained,
-            **dict.fromkeys(("filtered", "failed", "expired"), self._dropped),
+            LedgerEvent.SAMPLED: self._sampled,
+            LedgerEvent.CONTINUED: self._continued,
+            LedgerEvent.STORED: self._stored,
+            LedgerEvent.LEASED: self._leased,
+            LedgerEvent.TRAINED: self._trained,
+            **dict.fromkeys(DROPPED, self._dropped),
         }
 
     def play(self, fields: Fields) -> None:
@@ -202,7 +203,7 @@ class _Replay:
                 self._moves[event]((fields["task"], fields["group"]), fields)
                 return
             self.events[event] = self.events.get(event, 0) + 1
-            if event == RESTORED:
+            if event == LedgerEvent.RESTORED:
                 self._restored(fields)
         except (LedgerError, KeyError, TypeError, ValueError) as error:
             self._problem(f"{event}: {error}" if isinstance(error, LedgerError) else f"{event}: {error!r}")
@@ -217,7 +218,7 @@ class _Replay:
         """Statistics by task and kind, of the living too."""
         found = {task: dict(kinds) for task, kinds in self._ended.items()}
         for key, place in self.ledger.live():
-            kind = "in_flight" if place is GroupPlace.IN_FLIGHT else "buffered"
+            kind = GroupPlace.IN_FLIGHT if place is GroupPlace.IN_FLIGHT else GroupPlace.BUFFERED
             known = self._known.get(key) or _Known()
             found.setdefault(key[0], {}).setdefault(kind, GroupStats()).add(known.tokens, known.staleness)
         return dict(sorted(found.items()))
@@ -258,7 +259,7 @@ class _Replay:
         # Ends all of the step at once: its other lines change nothing, and may not be written yet.
         for one in self.ledger.trained(fields["step"]):
             known = self._known.pop(one)
-            self._stats(one, "trained").add(known.tokens, known.staleness)
+            self._stats(one, LedgerEvent.TRAINED).add(known.tokens, known.staleness)
 
     def _dropped(self, key: GroupKey, fields: Fields) -> None:
         self.ledger.dropped(key, Status(fields["event"]))

@@ -27,6 +27,7 @@ from enum import Enum, auto
 from typing import Any
 
 from raypost.errors import ConfigError, ProductionError, WaitTimeoutError
+from raypost.ledger.events import LedgerEvent
 from raypost.ledger.ledger import Ledger
 from raypost.packed import PackedGroups
 from raypost.pause import PauseMode
@@ -284,9 +285,9 @@ class Producer:
             # First the gate, then the engines: otherwise a new request would meet a stopped engine.
             await context.pending.close_gate()
             context.status = ProduceBatchStatus.UPDATE_WEIGHT_AND_ABORT
-            context.ledger.note("pausing", mode=mode, version=context.version)
+            context.ledger.note(LedgerEvent.PAUSING, mode=mode, version=context.version)
             await self._pausing.stop(mode)
-            context.ledger.note("paused", mode=mode, version=context.version)
+            context.ledger.note(LedgerEvent.PAUSED, mode=mode, version=context.version)
         seconds = context.clock() - started
         context.progress.metrics.pause_s += seconds
         context.ledger.flush()
@@ -306,7 +307,7 @@ class Producer:
             await self._control.resume(version)
             context.version = version
             context.status = ProduceBatchStatus.NORMAL
-            context.ledger.note("resumed", version=version)
+            context.ledger.note(LedgerEvent.RESUMED, version=version)
             self._tails.clear()
             await context.pending.open_gate()
 

@@ -13,10 +13,12 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from raypost.ledger.journal import RESTORED
-from raypost.ledger.life import ENDS, GroupLife
+from raypost.ledger.events import ENDS, LedgerEvent
+from raypost.ledger.ledger import GroupPlace
+from raypost.ledger.life import GroupLife
 from raypost.ledger.summary import REGENERATED, GroupStats, LedgerSummary
 from raypost.report.formatting import MISSING, length_bias, number, percent, seconds
+from raypost.types import Status
 
 Fields = dict[str, Any]
 
@@ -26,19 +28,19 @@ MAX_NOTES = 6
 """More lines than these about production as a whole, in a row, are shown as one."""
 
 _STYLES = {
-    "trained": "green",
-    "filtered": "yellow",
-    "failed": "red",
-    "expired": "yellow",
-    RESTORED: "magenta",
+    LedgerEvent.TRAINED: "green",
+    LedgerEvent.FILTERED: "yellow",
+    LedgerEvent.FAILED: "red",
+    LedgerEvent.EXPIRED: "yellow",
+    LedgerEvent.RESTORED: "magenta",
 }
-_KINDS = {
-    "trained": "contributed to a train step",
-    "filtered": "of no use for training",
-    "failed": "generation or judging failed",
-    "expired": "grew too old, dropped",
-    "buffered": "in the buffer, leased ones included",
-    "in_flight": "being generated or judged",
+_KINDS: dict[str, str] = {
+    LedgerEvent.TRAINED: "contributed to a train step",
+    LedgerEvent.FILTERED: "of no use for training",
+    LedgerEvent.FAILED: "generation or judging failed",
+    LedgerEvent.EXPIRED: "grew too old, dropped",
+    GroupPlace.BUFFERED: "in the buffer, leased ones included",
+    GroupPlace.IN_FLIGHT: "being generated or judged",
     REGENERATED: "grew too old, stayed to be generated again; ends, or waits, in another row",
 }
 _SAID = ("time", "event", "task", "group")
@@ -62,21 +64,21 @@ def life_text(life: GroupLife) -> RenderableType:
 
 
 def _verdict(life: GroupLife) -> str:
-    own = [line for line in life.lines if "group" in line or line["event"] == RESTORED]
+    own = [line for line in life.lines if "group" in line or line["event"] == LedgerEvent.RESTORED]
     if not own:
         return "not sampled again since a restore undid what was done with it"
     last, until = own[-1], f"{seconds(life.last_s - life.started_s)} after the start, where the journal ends"
-    if last["event"] == "trained":
-        ages = [line["staleness"] for line in own if line["event"] == "leased"]
+    if last["event"] == LedgerEvent.TRAINED:
+        ages = [line["staleness"] for line in own if line["event"] == LedgerEvent.LEASED]
         return f"trained in step {last['step']}" + (f", staleness {ages[-1]}" if ages else "")
     if last["event"] in ENDS:
         why = f": {last['why']}" if last.get("why") else ""
         return f"dropped as {last['event']}{why}"
-    if last["event"] in ("sampled", "continued"):
+    if last["event"] in (LedgerEvent.SAMPLED, LedgerEvent.CONTINUED):
         return f"in flight, {until}"
-    stored = [line["status"] for line in own if line["event"] == "stored"]
+    stored = [line["status"] for line in own if line["event"] == LedgerEvent.STORED]
     status = f" as {stored[-1]}" if stored else ""
-    if last["event"] == "leased":
+    if last["event"] == LedgerEvent.LEASED:
         return f"leased for step {last['step']}, which is not trained yet, {until}"
     return f"in the buffer{status}, {until}"
 
@@ -94,23 +96,25 @@ def _events(life: GroupLife, lines: list[Fields], style: str = "") -> Table:
 def _rows(lines: list[Fields]) -> Iterator[tuple[str, float, str, str]]:
     """(event, time, text, style) of each line; many notes in a row are one."""
     again = False
-    for about_group, run in groupby(lines, key=lambda line: "group" in line or line["event"] == RESTORED):
+    for about_group, run in groupby(
+        lines, key=lambda line: "group" in line or line["event"] == LedgerEvent.RESTORED
+    ):
         batch = list(run)
         if not about_group and len(batch) > MAX_NOTES:
             yield "...", batch[0]["time"], _many(batch), "cyan"
             continue
         for line in batch:
             event, style = line["event"], _STYLES.get(line["event"], "" if about_group else "cyan")
-            if event == "continued":
+            if event == LedgerEvent.CONTINUED:
                 text = "from the buffer, " + ("to be generated again" if again else "to be continued")
             else:
                 text = _text(line)
-            again = line["status"] == "expired" if event == "stored" else again
+            again = line["status"] == Status.EXPIRED if event == LedgerEvent.STORED else again
             yield event, line["time"], text, style
 
 
 def _many(notes: list[Fields]) -> str:
-    pauses = sum(note["event"] == "paused" for note in notes)
+    pauses = sum(note["event"] == LedgerEvent.PAUSED for note in notes)
     versions = [note["version"] for note in notes if isinstance(note.get("version"), int)]
     between = f", versions {min(versions)} to {max(versions)}" if versions else ""
     last_s = notes[-1]["time"] - notes[0]["time"]
@@ -122,19 +126,19 @@ def _text(line: Fields) -> str:
     rest = {name: value for name, value in line.items() if name not in _SAID}
     event = line["event"]
     parts: list[str] = []
-    if event == "sampled":
+    if event == LedgerEvent.SAMPLED:
         parts.append("left the dataset")
-    elif event == "stored":
+    elif event == LedgerEvent.STORED:
         parts.append(f"into the buffer as {rest.pop('status', '?')}")
         if rest.pop("put_back", False):
             parts.append("put back as it was when it started")
         if rest.pop("too_old", True) is False:
             parts.append("interrupted too often")
-    elif event == "leased":
+    elif event == LedgerEvent.LEASED:
         parts.append(f"in the batch of step {rest.pop('step', '?')}")
-    elif event == "trained":
+    elif event == LedgerEvent.TRAINED:
         parts.append(f"step {rest.pop('step', '?')} is trained")
-    elif event == RESTORED:
+    elif event == LedgerEvent.RESTORED:
         parts.append("production went back to a checkpoint; open leases are in the buffer again")
         rest = {}
     elif event in ENDS:

@@ -19,6 +19,7 @@ from typer.testing import CliRunner
 
 from raypost import cli
 from raypost.errors import ConfigError
+from raypost.ledger.events import LedgerEvent
 from raypost.ledger.ledger import LEDGER_FILE, Ledger, group_facts
 from raypost.ledger.life import find_run, group_life
 from raypost.ledger.summary import REGENERATED, ledger_summary, length_bias
@@ -66,12 +67,12 @@ def train(ledger: Ledger, key: GroupKey, step: int, tokens: list[int], staleness
 def live_through_a_sync(ledger: Ledger) -> None:
     """Group 7: interrupted by a sync, continued elsewhere under newer weights, trained."""
     ledger.sampled(KEY)
-    ledger.note("paused", mode="abort", version=3)
+    ledger.note(LedgerEvent.PAUSED, mode="abort", version=3)
     half = group(7, [3, 3], [3], status=Status.ABORTED, task="sums")
     for state in half.states:
         state.worker, state.num_aborts = "rollout-0", 1
     ledger.stored(KEY, Status.ABORTED, staleness=0, **group_facts(half))
-    ledger.note("resumed", version=4)
+    ledger.note(LedgerEvent.RESUMED, version=4)
     ledger.continued(KEY)
     whole = group(7, [3, 3, 4], [3, 4], task="sums", rewards=(0.0, 1.0))
     for state in whole.states:
@@ -79,7 +80,7 @@ def live_through_a_sync(ledger: Ledger) -> None:
     ledger.stored(KEY, Status.COMPLETED, staleness=1, **group_facts(whole))
     ledger.leased([KEY], 5, [1])
     ledger.trained(5)
-    ledger.note("paused", mode="abort", version=4)
+    ledger.note(LedgerEvent.PAUSED, mode="abort", version=4)
     ledger.flush()
 
 
@@ -132,7 +133,7 @@ def test_a_group_that_expired_and_stayed_is_generated_again(ledger: Ledger, tmp_
     ledger.sampled(KEY)
     ledger.stored(KEY, Status.COMPLETED)
     ledger.stored(KEY, Status.EXPIRED)
-    ledger.note("resumed", version=4)
+    ledger.note(LedgerEvent.RESUMED, version=4)
     ledger.continued(KEY)
     ledger.stored(KEY, Status.ABORTED, put_back=True)
     ledger.continued(KEY)
@@ -147,8 +148,8 @@ def test_many_pauses_in_the_buffer_are_one_line(ledger: Ledger, tmp_path: Path) 
     ledger.sampled(KEY)
     ledger.stored(KEY, Status.COMPLETED)
     for version in range(1, 9):
-        ledger.note("paused", mode="keep", version=version)
-        ledger.note("resumed", version=version + 1)
+        ledger.note(LedgerEvent.PAUSED, mode="keep", version=version)
+        ledger.note(LedgerEvent.RESUMED, version=version + 1)
     ledger.flush()
     said = life_of(tmp_path)
     assert "8 pauses in 15.0 s, versions 1 to 9" in said
@@ -268,7 +269,7 @@ def test_the_summary_counts_every_group_once_with_its_length_and_staleness(
     ledger.stored(("b", 0), Status.COMPLETED, tokens=[100], staleness=0)
     ledger.dropped(("b", 0), Status.EXPIRED, staleness=3)
     ledger.sampled(("b", 1))
-    ledger.note("paused", mode="abort")
+    ledger.note(LedgerEvent.PAUSED, mode="abort")
     ledger.flush()
     summary = ledger_summary(tmp_path)
     assert summary.problems == []
@@ -444,7 +445,7 @@ def long_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
             ledger.stored(key, Status.COMPLETED, staleness=0, tokens=[5, 6])
         ledger.leased(keys, step, [0] * 16)
         ledger.trained(step)
-        ledger.note("resumed", version=step)
+        ledger.note(LedgerEvent.RESUMED, version=step)
     ledger.flush()
     return folder
 

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from raypost.errors import CheckpointError, LedgerError
+from raypost.ledger.events import NOTES, LedgerEvent
 from raypost.ledger.ledger import MAX_WHY, Ledger, OrdinalSet, group_facts
 from raypost.types import NO_VERSION, Status
 from tests.unit.production import group
@@ -165,11 +166,11 @@ def test_facts_are_written_beside_the_move_whatever_number_type_they_have(tmp_pa
 
 def test_a_note_is_about_no_group_and_moves_none(tmp_path: Path) -> None:
     ledger = Ledger(tmp_path / "j", clock=lambda: 1.0)
-    ledger.note("paused", mode="keep", version=3)
+    ledger.note(LedgerEvent.PAUSED, mode="keep", version=3)
     ledger.flush()
     assert lines(tmp_path / "j")[1] == {"time": 1.0, "event": "paused", "mode": "keep", "version": 3}
-    for own in ("sampled", "trained", "expired", "restored", "saved"):
-        with pytest.raises(LedgerError, match="name the note differently"):
+    for own in set(LedgerEvent) - set(NOTES):
+        with pytest.raises(LedgerError, match=f"{own} is for the ledger itself to write"):
             ledger.note(own)
 
 
