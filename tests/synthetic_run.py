@@ -6,8 +6,9 @@ import math
 
 import numpy as np
 
-from raypost.config import Config, parse_config
+from raypost.config import Config
 from raypost.types import GroupCounts, Span, SyncReport
+from tests.factories import make_config
 
 START_S = 1_700_000_000.0
 STEPS = 80
@@ -22,13 +23,12 @@ GROUPS = 16
 
 def config(**overrides: object) -> Config:
     """A small valid configuration."""
-    raw: dict = {
+    raw = {
         "name": "synthetic",
-        "model": {"name": "tiny"},
         "tasks": [{"source": {"kind": "reasoning_gym", "dataset": "basic_arithmetic"}, "group_size": 8}],
         "train": {"num_steps": STEPS, "batch_size": GROUPS},
     }
-    return parse_config(raw | overrides)
+    return make_config(**raw | overrides)
 
 
 def sync_report(version: int) -> SyncReport:

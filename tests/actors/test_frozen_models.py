@@ -20,11 +20,12 @@ from actors.placement import spawn
 from actors.remote import Remote
 from actors.training.group import TrainerGroup
 from actors.training.worker import CONCURRENCY_GROUPS, TrainerWorker
-from raypost.config import Config, parse_config
+from raypost.config import Config
 from raypost.errors import JudgeError, RaypostError
 from raypost.packed import PackedGroups, pack_groups
 from raypost.trainer.batch.train_batch import Column, plan_batch
 from raypost.types import Group, RolloutState, SampleParams, Status
+from tests.factories import CHAIN_SUM, make_config
 from tests.unit.test_tokenizer import write_tokenizer
 
 pytestmark = [pytest.mark.usefixtures("local_ray"), pytest.mark.timeout(300)]
@@ -49,17 +50,16 @@ def llama(**changes: object) -> LlamaConfig:
     )
 
 
-def make_config(folder: Path, **kl: object) -> Config:
-    return parse_config({
-        "model": {"name": str(folder)},
-        "tasks": [{"name": "sums", "source": {"kind": "reasoning_gym", "dataset": "chain_sum"},
-                   "judge": {"kind": "reward_model", "reward_model": "tutor"},
-                   "max_prompt_tokens": 16, "max_tokens": MAX_TOKENS - 16}],
-        "train": {"num_steps": 9, "batch_size": 4, "learning_rate": 1e-3, "micro_batch_tokens": 512, "logits_mb": 1,
-                  "num_minibatches": 2, "step_timeout_s": 90, "loss": {"kl": {"coefficient": 0.1} | kl}},
-        "rollout": {"max_num_seqs": 8, "kv_cache_gb": 0.1},
-        "reward_models": [{"name": "tutor", "model": str(folder), "max_model_len": 128, "kv_cache_gb": 0.1}],
-    })  # fmt: skip
+def frozen_config(folder: Path, **kl: object) -> Config:
+    task = {"name": "sums", "source": CHAIN_SUM, "judge": {"kind": "reward_model", "reward_model": "tutor"}}
+    return make_config(
+        model={"name": str(folder)},
+        tasks=[task | {"max_prompt_tokens": 16, "max_tokens": MAX_TOKENS - 16}],
+        train={"num_steps": 9, "batch_size": 4, "learning_rate": 1e-3, "micro_batch_tokens": 512, "logits_mb": 1,
+               "num_minibatches": 2, "step_timeout_s": 90, "loss": {"kl": {"coefficient": 0.1} | kl}},
+        rollout={"max_num_seqs": 8, "kv_cache_gb": 0.1},
+        reward_models=[{"name": "tutor", "model": str(folder), "max_model_len": 128, "kv_cache_gb": 0.1}],
+    )  # fmt: skip
 
 
 def settings() -> dict[str, str]:
@@ -98,7 +98,7 @@ async def test_reward_is_the_models_logit_also_from_a_worker_that_was_killed_mea
     config = llama(vocab_size=400, num_labels=1, pad_token_id=0, max_position_embeddings=128)
     model = LlamaForSequenceClassification(config).eval()
     model.save_pretrained(tmp_path)
-    run = make_config(tmp_path)
+    run = frozen_config(tmp_path)
     worker = spawn(
         RewardModelWorker,
         "reward-tutor-0",
@@ -188,7 +188,7 @@ async def test_reference_on_engines_gives_the_column_and_the_step_that_the_train
     LlamaForCausalLM(llama(vocab_size=VOCAB, max_position_embeddings=MAX_TOKENS)).save_pretrained(tmp_path)
     batch = make_batch()
     batch_ref = ray.put(batch)
-    config = make_config(tmp_path, pool={"name": "ref", "num_workers": 2})
+    config = frozen_config(tmp_path, pool={"name": "ref", "num_workers": 2})
     pool = config.train.loss.kl.pool
     assert pool is not None
     engine = reference_engine(config, pool)
@@ -199,7 +199,7 @@ async def test_reference_on_engines_gives_the_column_and_the_step_that_the_train
         for name in ("reference-0", "reference-1")
     ]
     reference = ReferenceGroup(workers, start_timeout_s=120, step_timeout_s=90)
-    own = trainer(make_config(tmp_path), tmp_path, "own")
+    own = trainer(frozen_config(tmp_path), tmp_path, "own")
     beside = trainer(config, tmp_path, "beside", reference)
     await asyncio.gather(own.start(), beside.start())
     expected: Column = ray.get(await own.compute_ref_logprobs(batch_ref))

@@ -14,24 +14,23 @@ from actors.placement import spawn
 from actors.rollout.worker import RolloutWorker
 from actors.training.group import TrainerGroup
 from actors.training.worker import CONCURRENCY_GROUPS, TrainerWorker
-from raypost.config import Config, parse_config
+from raypost.config import Config
 from raypost.packed import PackedGroups, pack_groups
 from raypost.types import FloatArray, Group, RolloutState, SampleParams, Status
 from raypost.weights.manifest import Manifest
 from tests.actors.tiny_engine import CONFIG, VOCAB, make_model
+from tests.factories import CHAIN_SUM, make_config
 
 pytestmark = [pytest.mark.usefixtures("local_ray"), pytest.mark.timeout(300)]
 IDS = np.arange(40, dtype=np.int32)
 
 
-def make_config() -> Config:
-    return parse_config({
-        "model": {"name": "tiny", "dtype": "float32"},
-        "tasks": [{"source": {"kind": "reasoning_gym", "dataset": "chain_sum"},
-                   "max_prompt_tokens": 16, "max_tokens": 32}],
-        "train": {"num_steps": 9, "batch_size": 2, "learning_rate": 0.02, "num_workers": 2, "zero_stage": 3,
-                  "lora": {"rank": 4, "alpha": 6}, "step_timeout_s": 60},
-    })  # fmt: skip
+def lora_config() -> Config:
+    return make_config(
+        tasks=[{"source": CHAIN_SUM, "max_prompt_tokens": 16, "max_tokens": 32}],
+        train={"num_steps": 9, "batch_size": 2, "learning_rate": 0.02, "num_workers": 2, "zero_stage": 3,
+               "lora": {"rank": 4, "alpha": 6}, "step_timeout_s": 60},
+    )  # fmt: skip
 
 
 def make_batch(seed: int) -> PackedGroups:
@@ -65,7 +64,7 @@ class Both(TrainerWorker):
 async def test_adapter_sync_and_merged_sync_give_the_engine_the_trainers_logprobs(tmp_path: Path) -> None:
     folder = str(tmp_path)
     make_model(tmp_path, tied=True).save_pretrained(folder)
-    config = make_config()
+    config = lora_config()
     ranks = [
         spawn(Both, config, folder, rank, name=f"lora-{rank}", concurrency_groups=CONCURRENCY_GROUPS)
         for rank in range(2)

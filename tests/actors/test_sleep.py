@@ -13,11 +13,12 @@ from ray.exceptions import RayActorError
 
 from actors.rollout.controller import RolloutController
 from actors.rollout.worker import EngineConfig, RolloutWorker
-from raypost.config import RolloutConfig, parse_config
+from raypost.config import RolloutConfig
 from raypost.errors import EngineLostError, RaypostError, StaleWeightsError, WaitTimeoutError, WeightError
 from raypost.types import GenerateRequest, GenerateResult, SampleParams
 from raypost.weights.manifest import Bytes, Manifest, pack
 from tests.actors.scripted import ScriptedWorker
+from tests.factories import make_config
 
 CONFIG = EngineConfig(device="cpu", dtype="float32", max_model_len=64, pause_timeout_s=4.0)
 BOTH = {"weights", "kv_cache"}
@@ -309,16 +310,7 @@ async def test_a_load_that_fails_after_the_weights_were_given_up_leaves_no_versi
 def test_memory_is_freed_by_sleep_where_engines_and_ranks_share_gpus(
     placement: str, device: str, frees: bool
 ) -> None:
-    source = {"kind": "reasoning_gym", "dataset": "chain_sum"}
-    config = parse_config(
-        {
-            "placement": placement,
-            "device": device,
-            "model": {"name": "tiny"},
-            "tasks": [{"source": source, "max_prompt_tokens": 8, "max_tokens": 8}],
-            "train": {"num_steps": 1, "batch_size": 1, "micro_batch_tokens": 16},
-        }
-    )
+    config = make_config(placement=placement, device=device)
     assert EngineConfig.of(config).sleep_mode is frees
 
 

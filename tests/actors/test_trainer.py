@@ -30,7 +30,7 @@ from transformers import (
 from actors.placement import spawn
 from actors.training.group import TrainerGroup
 from actors.training.worker import CONCURRENCY_GROUPS, TrainerWorker
-from raypost.config import Config, LossConfig, parse_config
+from raypost.config import Config, LossConfig
 from raypost.data.tokenizer import Tokenizer as RaypostTokenizer
 from raypost.errors import BatchMemoryError, CheckpointError, LedgerError, RaypostError, WaitTimeoutError
 from raypost.packed import PackedGroups, pack_groups, unpack_groups
@@ -40,6 +40,7 @@ from raypost.trainer.batch.train_batch import plan_batch
 from raypost.types import Group, RolloutState, SampleParams, Status
 from raypost.weights.manifest import verify, views
 from tests.actors.unreliable import Unreliable
+from tests.factories import CHAIN_SUM, make_config
 
 pytestmark = [pytest.mark.usefixtures("local_ray"), pytest.mark.timeout(300)]
 VOCAB = 24
@@ -48,17 +49,16 @@ GROUPS = count()
 """Tells the groups apart in the names of their actors."""
 
 
-def make_config(**train: object) -> Config:
+def train_config(**train: object) -> Config:
     dtype = train.pop("dtype", "float32")
     defaults = {"num_steps": 100, "batch_size": 4, "learning_rate": 1e-3, "micro_batch_tokens": 512}
     if "importance_cap" in train:
         train["correction"] = {"weight": {"upper": train.pop("importance_cap")}}
-    return parse_config({
-        "model": {"name": "tiny", "dtype": dtype},
-        "tasks": [{"source": {"kind": "reasoning_gym", "dataset": "chain_sum"},
-                   "max_prompt_tokens": 16, "max_tokens": 32}],
-        "train": defaults | {"step_timeout_s": 60} | train,
-    })  # fmt: skip
+    return make_config(
+        model__dtype=dtype,
+        tasks=[{"source": CHAIN_SUM, "max_prompt_tokens": 16, "max_tokens": 32}],
+        train=defaults | {"step_timeout_s": 60} | train,
+    )
 
 
 def make_batch(step: int, num_groups: int = 4, size: int = 4, **changes: object) -> PackedGroups:
@@ -273,7 +273,7 @@ def make_group(model_path: str, config: Config, cls: type = Probe, *kind: str) -
 @pytest.fixture(scope="module")
 def solo_and_pair(local_ray: None, model_path: str) -> Iterator[list[TrainerGroup]]:
     """Started at once: most of it is imports, on one core each."""
-    configs = make_config(), make_config(num_workers=2, zero_stage=3)
+    configs = train_config(), train_config(num_workers=2, zero_stage=3)
     groups = [make_group(model_path, config) for config in configs]
 
     async def each(call: str) -> None:
@@ -298,14 +298,14 @@ def pair(solo_and_pair: list[TrainerGroup]) -> TrainerGroup:
 async def fresh(solo: TrainerGroup) -> TrainerGroup:
     """`solo` without any step; starting a process for every test would take most of their time."""
     await solo._each("renew")
-    return TrainerGroup(solo._workers, make_config())
+    return TrainerGroup(solo._workers, train_config())
 
 
 @pytest.fixture
 async def fresh_pair(pair: TrainerGroup) -> TrainerGroup:
     """`pair` without any step."""
     await pair._each("renew")
-    return TrainerGroup(pair._workers, make_config(num_workers=2, zero_stage=3))
+    return TrainerGroup(pair._workers, train_config(num_workers=2, zero_stage=3))
 
 
 async def fit(group: TrainerGroup, step: int) -> dict[str, float]:
@@ -318,7 +318,7 @@ def largest_difference(a: Weights, b: Weights) -> float:
 
 
 async def trained(group: TrainerGroup, **train: object) -> tuple[Weights, list[dict[str, float]]]:
-    config = make_config(num_workers=len(group._workers), **train)
+    config = train_config(num_workers=len(group._workers), **train)
     return (await group._each("weights_after", config, 3))[0]
 
 
@@ -379,7 +379,7 @@ async def test_what_is_lent_between_steps_comes_back_as_it_was(solo, pair, name)
     ranks, options = LENT[name]
     group = (solo, pair)[ranks - 1]
     expected, _ = await trained(group, **options)
-    config = make_config(num_workers=ranks, **options)
+    config = train_config(num_workers=ranks, **options)
     answers = await group._each("lending", config, 3)
     # What stays is constants of the model's code, nothing of the size of its weights.
     assert max(nbytes for _, left in answers for nbytes in left) < 4096
@@ -415,7 +415,7 @@ ALGORITHMS = {
 async def test_fit_is_the_composition_of_its_calls_bit_for_bit(solo, pair, name):
     results = {}
     for group in (solo, pair):
-        config = make_config(num_workers=len(group._workers), zero_stage=3, **ALGORITHMS[name])
+        config = train_config(num_workers=len(group._workers), zero_stage=3, **ALGORITHMS[name])
         digests, metrics = [], []
         for spelled_out in (False, True):
             await group._each("renew", config)
@@ -464,7 +464,7 @@ async def test_logprobs_of_a_batch_are_those_of_the_model(fresh, fresh_pair, mod
 
 
 async def test_without_the_old_logprobs_several_updates_are_refused(solo):
-    config = make_config(num_minibatches=2)
+    config = train_config(num_minibatches=2)
     await solo._each("renew", config)
     trainer, batch_ref = TrainerGroup(solo._workers, config), ray.put(make_batch(1))
     advantages = await trainer.compute_advantages(batch_ref)
@@ -473,7 +473,7 @@ async def test_without_the_old_logprobs_several_updates_are_refused(solo):
 
 
 async def test_a_critic_learns_beside_the_policy_and_is_saved_with_it(solo, model_path, tmp_path):
-    config = make_config(advantage={"kind": "gae"}, critic={"learning_rate": 1e-2}, num_epochs=2)
+    config = train_config(advantage={"kind": "gae"}, critic={"learning_rate": 1e-2}, num_epochs=2)
     of_critic = config.model_copy(update={"train": config.train.for_critic})
     critic = make_group(model_path, of_critic, TrainerWorker, "critic")
     await critic.start()
@@ -536,7 +536,7 @@ async def test_adapters_are_trained_alone_published_merged_and_the_reference_is_
     loss = {"kl": {"coefficient": 0.1}}
     losses = []
     for group in (solo, pair):
-        config = make_config(
+        config = train_config(
             num_workers=len(group._workers),
             zero_stage=stage,
             lora={"rank": 4, "sync": "merged"},
@@ -580,14 +580,14 @@ async def test_adapters_are_trained_alone_published_merged_and_the_reference_is_
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 async def test_bfloat16_weights_move_by_less_than_they_can_hold(solo, stage):
     # In bfloat16 itself, a step of 1e-5 would be lost on nearly every weight.
-    config = make_config(dtype="bfloat16", zero_stage=stage, learning_rate=1e-5)
+    config = train_config(dtype="bfloat16", zero_stage=stage, learning_rate=1e-5)
     (moved,) = await solo._each("bfloat16_drift", config, 40)
     assert 2e-4 < moved < 6e-4
 
 
 async def test_supervised_examples_are_learned_beside_a_batch_and_without_one(solo, sft, model_path):
     """Where no advantage is left, the gradient is that of the examples' mean cross entropy, times its coefficient."""
-    config = make_config(sft=sft, micro_batch_tokens=48)
+    config = train_config(sft=sft, micro_batch_tokens=48)
     await solo._each("renew", config)
     trainer = TrainerGroup(solo._workers, config)
     examples = SftExamples(config.train.sft, RaypostTokenizer.load(model_path), 0, config.max_model_len)
@@ -657,7 +657,7 @@ async def test_exported_model_gives_the_logprobs_of_the_trainer(fresh, fresh_pai
 @pytest.mark.parametrize("stage", [0, 1, 3])
 async def test_a_restored_run_goes_on_bit_for_bit(solo, sft, tmp_path, stage):
     noisy = {"kind": "tests.actors.noisy:noisy"}
-    config, folder = make_config(zero_stage=stage, sft=sft, loss=noisy), str(tmp_path)
+    config, folder = train_config(zero_stage=stage, sft=sft, loss=noisy), str(tmp_path)
     straight, _ = (await solo._each("weights_after", config, 4, "", 2, folder))[0]
     resumed, _ = (await solo._each("weights_after", config, 4, folder))[0]
     assert largest_difference(straight, resumed) == 0.0
@@ -670,7 +670,7 @@ async def test_a_run_goes_on_with_other_ranks_and_another_zero_stage(solo, pair,
     ):  # fmt: skip
         folder = tmp_path / f"{len(source._workers)}-{stage}-{len(target._workers)}-{other}"
         configs = [
-            make_config(dtype=dtype, zero_stage=s, num_workers=len(group._workers), weight_decay=0.1)
+            train_config(dtype=dtype, zero_stage=s, num_workers=len(group._workers), weight_decay=0.1)
             for group, s in ((source, stage), (target, other))
         ]
         straight, _ = (await source._each("weights_after", configs[0], 4, "", 2, str(folder)))[0]
@@ -695,7 +695,7 @@ async def test_the_moving_average_of_the_weights_is_its_formula_at_every_stage(s
         *((solo, s, "float32") for s in range(4)), *((pair, s, "float32") for s in (0, 2, 3)),
         (solo, 0, "bfloat16"), (pair, 3, "bfloat16"),
     ):  # fmt: skip
-        config = make_config(
+        config = train_config(
             dtype=dtype, zero_stage=stage, num_workers=len(group._workers), ema_decay=0.7, learning_rate=1e-2
         )
         seen, average = (await group._each("averaged", config, batches))[0]
@@ -710,7 +710,7 @@ async def test_the_moving_average_goes_on_with_other_ranks_and_another_stage(sol
     batches = [make_batch(step) for step in range(1, 5)]
     decay = {"ema_decay": 0.7, "learning_rate": 1e-2}
     configs = {
-        group: make_config(zero_stage=stage, num_workers=len(group._workers), **decay)
+        group: train_config(zero_stage=stage, num_workers=len(group._workers), **decay)
         for group, stage in ((solo, 1), (pair, 3))
     }
     for source, target in ((pair, solo), (solo, pair)):
@@ -728,14 +728,14 @@ async def test_the_moving_average_goes_on_with_other_ranks_and_another_stage(sol
 
 
 async def test_a_damaged_checkpoint_is_refused_by_name(solo, pair, tmp_path):
-    config = make_config()
+    config = train_config()
     await solo._each("weights_after", config, 1, "", 1, str(tmp_path))
     (state,) = tmp_path.rglob("*optim_states.pt")
     state.write_bytes(state.read_bytes()[: state.stat().st_size // 2])
     with pytest.raises(CheckpointError, match="deepspeed is damaged or not of this model"):
         await solo._each("weights_after", config, 2, str(tmp_path))
     with pytest.raises(CheckpointError, match="deepspeed is damaged or not of this model"):
-        await pair._each("weights_after", make_config(num_workers=2), 2, str(tmp_path))
+        await pair._each("weights_after", train_config(num_workers=2), 2, str(tmp_path))
 
 
 async def test_group_restores_its_step_and_refuses_a_checkpoint_that_does_not_fit(fresh, solo, tmp_path):
@@ -747,9 +747,9 @@ async def test_group_restores_its_step_and_refuses_a_checkpoint_that_does_not_fi
     assert await fresh.load(tmp_path / "trainer") == fresh.step == 2
     assert (await fresh.publish(2))[0].digest == manifest.digest
     with pytest.raises(CheckpointError, match="saved with zero_stage 1, this run has 0"):
-        await solo._each("weights_after", make_config(zero_stage=0), 3, str(tmp_path / "trainer"))
+        await solo._each("weights_after", train_config(zero_stage=0), 3, str(tmp_path / "trainer"))
     with pytest.raises(CheckpointError, match="saved with dtype float32, this run has bfloat16"):
-        await solo._each("weights_after", make_config(dtype="bfloat16"), 3, str(tmp_path / "trainer"))
+        await solo._each("weights_after", train_config(dtype="bfloat16"), 3, str(tmp_path / "trainer"))
     with pytest.raises(CheckpointError, match=r"trainer\.json"):
         await fresh.load(tmp_path / "nothing")
 
@@ -768,7 +768,7 @@ async def test_a_step_is_trained_once(fresh):
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 async def test_a_step_without_finite_gradient_changes_nothing_and_training_goes_on(solo, stage):
     # Without a bound, weights of exp(300) overflow the loss.
-    config = make_config(zero_stage=stage, correction={"weight": {"upper": None}})
+    config = train_config(zero_stage=stage, correction={"weight": {"upper": None}})
     (skipped,) = await solo._each("poisoned", config)
     weights, metrics, lines = skipped
     groups = ", ".join(f"('task', {g})" for g in range(4))
@@ -824,7 +824,9 @@ def out_of_memory(tokens: LossTokens, config: LossConfig) -> tuple[torch.Tensor,
 
 
 async def test_a_micro_batch_that_does_not_fit_the_memory_is_named_with_what_makes_it_smaller(solo):
-    await solo._each("renew", make_config(loss={"kind": f"{__name__}:out_of_memory"}, micro_batch_tokens=400))
+    await solo._each(
+        "renew", train_config(loss={"kind": f"{__name__}:out_of_memory"}, micro_batch_tokens=400)
+    )
     with pytest.raises(BatchMemoryError) as failed:
         await solo.fit(ray.put(make_batch(1)), 1)
     text = str(failed.value)
@@ -852,7 +854,7 @@ async def test_time_is_accounted_for_by_kind_and_actor(fresh, tmp_path):
 
 
 async def test_a_broken_rank_is_not_waited_for_and_a_late_one_is_named():
-    group = make_group("", make_config(num_workers=2, step_timeout_s=4), Unreliable)
+    group = make_group("", train_config(num_workers=2, step_timeout_s=4), Unreliable)
     await asyncio.gather(*(worker.close.remote() for worker in group._workers))
     now = asyncio.get_running_loop().time
     start = now()
@@ -874,4 +876,4 @@ async def test_ranks_find_each_other_at_the_nodes_address(pair):
 
 def test_the_number_of_workers_must_be_that_of_the_configuration():
     with pytest.raises(ValueError, match=r"0 workers, but train\.num_workers is 1"):
-        TrainerGroup([], make_config())
+        TrainerGroup([], train_config())

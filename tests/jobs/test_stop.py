@@ -16,20 +16,23 @@ from jobs import colocate, colocate_lowlevel, train
 from jobs.driver import Job
 from jobs.roles import Roles
 from raypost.checkpoint import CheckpointDir
-from raypost.config import Config, parse_config
+from raypost.config import Config
 from raypost.protocols import TakeStatus
 from raypost.types import ProduceBatchStatus
+from tests.factories import CHAIN_SUM, make_config
 
 STEPS = 3
 
 
-def make_config(tmp_path: Path, placement: str) -> Config:
-    return parse_config({
-        "model": {"name": "tiny"}, "runs_dir": str(tmp_path), "placement": placement,
-        "tasks": [{"name": "sums", "source": {"kind": "reasoning_gym", "dataset": "chain_sum"}, "max_tokens": 8}],
-        "train": {"num_steps": STEPS, "batch_size": 1}, "checkpoint": {"interval": 0},
-        "eval": {"num_prompts": 1, "interval": 1},
-    })  # fmt: skip
+def stop_config(tmp_path: Path, placement: str) -> Config:
+    return make_config(
+        runs_dir=str(tmp_path),
+        placement=placement,
+        tasks=[{"name": "sums", "source": CHAIN_SUM, "max_tokens": 8}],
+        train={"num_steps": STEPS, "batch_size": 1},
+        checkpoint={"interval": 0},
+        eval={"num_prompts": 1, "interval": 1},
+    )
 
 
 class Scene:
@@ -136,7 +139,7 @@ class Scene:
 def test_whenever_a_job_is_stopped_its_last_step_is_saved(
     module: Any, job: Job, own_engines: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    cfg = make_config(tmp_path, "separate" if module is train else "colocate")
+    cfg = stop_config(tmp_path, "separate" if module is train else "colocate")
     monkeypatch.setattr(ray, "cancel", lambda ref: ref.cancel())
 
     def run(name: str, stop_at: int | None) -> Scene:

@@ -10,97 +10,85 @@ import yaml
 
 from raypost.config import load_config, parse_config
 from raypost.errors import ConfigError
+from tests.factories import SMALLEST, make_config, plain_config, refusal_of
 
-
-def good() -> dict[str, Any]:
-    """Plain data of a configuration that works; small, and all that is required."""
-    return {
-        "model": {"name": "tiny"},
-        "tasks": [{"source": {"kind": "reasoning_gym", "dataset": "chain_sum"}}],
-        "train": {"num_steps": 4, "batch_size": 8},
-    }
-
-
-def changed(**places: Any) -> dict[str, Any]:
-    """`good`, with values set at places such as train__num_steps or tasks__0__group_size."""
-    raw = good()
-    for place, value in places.items():
-        node: Any = raw
-        *parents, last = place.split("__")
-        for part in parents:
-            node = node[int(part)] if isinstance(node, list) else node.setdefault(part, {})
-        node[last] = value
-    return raw
-
-
-def message(raw: dict[str, Any]) -> str:
-    with pytest.raises(ConfigError) as caught:
-        parse_config(raw)
-    return str(caught.value)
-
-
-TASK = good()["tasks"][0]
+TASK = SMALLEST["tasks"][0]
 BAD = [
     # what is wrong; what the message must hold: place, value, bound or fix
-    (changed(train__num_step=5), ["train.num_step", "unknown key", "did you mean num_steps?", "got 5"]),
-    (changed(tasks__0__strategy__max_stale=1), ["tasks.0.strategy.max_stale", "did you mean max_staleness?"]),
-    (changed(tasks__0__judge__zzz=1), ["tasks.0.judge.zzz", "known: kind, reward_model, answer_pattern"]),
-    (changed(zzz=1), ["zzz: unknown key", "known: name, runs_dir, seed"]),
-    (changed(train__batch_size="many"), ["train.batch_size", "valid integer", "got 'many'"]),
-    (changed(train__batch_size=2.5), ["train.batch_size", "2.5"]),
-    (changed(train=None), ["train", "got None"]),
-    (changed(train={"batch_size": 8}), ["train.num_steps", "required", "set it"]),
-    (changed(tasks=[]), ["tasks", "at least 1 item", "got []"]),
-    (changed(device="tpu"), ["device", "'cpu' or 'cuda'", "got 'tpu'"]),
-    (changed(train__learning_rate=float("inf")), ["train.learning_rate", "finite", "got inf"]),
-    (changed(train__learning_rate=float("nan")), ["train.learning_rate", "got nan"]),
-    (changed(train__zero_stage=4), ["train.zero_stage", "less than or equal to 3", "got 4"]),
+    (plain_config(train__num_step=5), ["train.num_step", "unknown key", "did you mean num_steps?", "got 5"]),
     (
-        changed(tasks__0__strategy__max_staleness=-1),
+        plain_config(tasks__0__strategy__max_stale=1),
+        ["tasks.0.strategy.max_stale", "did you mean max_staleness?"],
+    ),
+    (
+        plain_config(tasks__0__judge__zzz=1),
+        ["tasks.0.judge.zzz", "known: kind, reward_model, answer_pattern"],
+    ),
+    (plain_config(zzz=1), ["zzz: unknown key", "known: name, runs_dir, seed"]),
+    (plain_config(train__batch_size="many"), ["train.batch_size", "valid integer", "got 'many'"]),
+    (plain_config(train__batch_size=2.5), ["train.batch_size", "2.5"]),
+    (plain_config(train=None), ["train", "got None"]),
+    (plain_config(train={"batch_size": 8}), ["train.num_steps", "required", "set it"]),
+    (plain_config(tasks=[]), ["tasks", "at least 1 item", "got []"]),
+    (plain_config(device="tpu"), ["device", "'cpu' or 'cuda'", "got 'tpu'"]),
+    (plain_config(train__learning_rate=float("inf")), ["train.learning_rate", "finite", "got inf"]),
+    (plain_config(train__learning_rate=float("nan")), ["train.learning_rate", "got nan"]),
+    (plain_config(train__zero_stage=4), ["train.zero_stage", "less than or equal to 3", "got 4"]),
+    (
+        plain_config(tasks__0__strategy__max_staleness=-1),
         ["max_staleness", "greater than or equal to 0", "got -1"],
     ),
     (
-        changed(tasks__0__strategy__tail_batch_trigger_size=-2),
+        plain_config(tasks__0__strategy__tail_batch_trigger_size=-2),
         ["tail_batch_trigger_size", "equal to -1", "-2"],
     ),
-    (changed(tasks__0__top_p=1.5), ["tasks.0.top_p", "less than or equal to 1", "got 1.5"]),
-    (changed(train__num_workers=3), ["batch_size is 8", "not divisible by train.num_workers 3", "use 9"]),
-    (changed(train__num_minibatches=3), ["batch_size is 8", "num_minibatches 3", "divisor of 8"]),
-    (changed(tasks__0__group_size=1), ["'default'", "group_size is 1", "'grpo'", "use 2 or more"]),
+    (plain_config(tasks__0__top_p=1.5), ["tasks.0.top_p", "less than or equal to 1", "got 1.5"]),
     (
-        changed(train__advantage={"kind": "dr_grpo"}, tasks__0__group_size=1),
+        plain_config(train__num_workers=3),
+        ["batch_size is 8", "not divisible by train.num_workers 3", "use 9"],
+    ),
+    (plain_config(train__num_minibatches=3), ["batch_size is 8", "num_minibatches 3", "divisor of 8"]),
+    (plain_config(tasks__0__group_size=1), ["'default'", "group_size is 1", "'grpo'", "use 2 or more"]),
+    (
+        plain_config(train__advantage={"kind": "dr_grpo"}, tasks__0__group_size=1),
         ["group_size is 1", "'dr_grpo'", "use 2 or more"],
     ),
     (
-        changed(train__advantage={"kind": "pass_at_k", "k": 8}),
+        plain_config(train__advantage={"kind": "pass_at_k", "k": 8}),
         ["group_size is 8", "'pass_at_k'", "use 9 or more"],
     ),
-    (changed(train__advantage={"kind": "gpo"}), ["train.advantage", "'gpo'", "there are grpo, dr_grpo"]),
-    (changed(train__advantage={"kind": "gae"}), ["train: ", "'gae'", "critic is null"]),
-    (changed(train__critic={}), ["critic is set", "'grpo' uses none"]),
-    (changed(train__advantage__overlong_buffer=999), ["max_tokens", "overlong_buffer 999", "smaller buffer"]),
-    (changed(train__loss__kind="ppo2"), ["train.loss", "'ppo2'", "there are ppo, gspo, cispo"]),
-    (changed(train__loss={"kl": {"place": "reward", "unbiased": True}}), ["train.loss.kl", "unbiased"]),
-    (changed(train__correction={"weight": {"lower": 0.5}}), ["train.correction.weight.upper", "set it"]),
+    (plain_config(train__advantage={"kind": "gpo"}), ["train.advantage", "'gpo'", "there are grpo, dr_grpo"]),
+    (plain_config(train__advantage={"kind": "gae"}), ["train: ", "'gae'", "critic is null"]),
+    (plain_config(train__critic={}), ["critic is set", "'grpo' uses none"]),
     (
-        changed(sync__sync_weights_interval=4, eval__interval=6),
+        plain_config(train__advantage__overlong_buffer=999),
+        ["max_tokens", "overlong_buffer 999", "smaller buffer"],
+    ),
+    (plain_config(train__loss__kind="ppo2"), ["train.loss", "'ppo2'", "there are ppo, gspo, cispo"]),
+    (plain_config(train__loss={"kl": {"place": "reward", "unbiased": True}}), ["train.loss.kl", "unbiased"]),
+    (plain_config(train__correction={"weight": {"lower": 0.5}}), ["train.correction.weight.upper", "set it"]),
+    (
+        plain_config(sync__sync_weights_interval=4, eval__interval=6),
         ["eval.interval is 6", "sync_weights_interval 4", "use 8"],
     ),
     (
-        changed(sync__sync_weights_interval=4, checkpoint__interval=1),
+        plain_config(sync__sync_weights_interval=4, checkpoint__interval=1),
         ["checkpoint.interval is 1", "sync_weights_interval 4", "use 4"],
     ),
-    (changed(train__micro_batch_tokens=100), ["micro_batch_tokens is 100", "128 tokens", "at least that"]),
-    (changed(name="../other"), ["name '../other'", "1 to 64 letters"]),
-    (changed(name=""), ["name ''", "1 to 64 letters"]),
-    (changed(tasks=[TASK, TASK]), ["different names", "['default', 'default']", "rename one"]),
-    (changed(tasks__0__weight=0), ["weights sum to 0", "positive weight"]),
-    (changed(tasks__0__weight=-1), ["tasks.0.weight", "greater than or equal to 0", "got -1"]),
-    (changed(tasks__0__prompt_template="Solve"), ["tasks.0", "'Solve' lacks {question}"]),
-    (changed(tasks__0__judge__answer_pattern="(a"), ["tasks.0.judge", "'(a' is no regular expression"]),
-    (changed(tasks__0__judge__answer_pattern="a+"), ["'a+' needs a group", "put the answer in (...)"]),
     (
-        changed(tasks__0__source={"kind": "jsonl", "dataset": "x.jsonl"}),
+        plain_config(train__micro_batch_tokens=100),
+        ["micro_batch_tokens is 100", "128 tokens", "at least that"],
+    ),
+    (plain_config(name="../other"), ["name '../other'", "1 to 64 letters"]),
+    (plain_config(name=""), ["name ''", "1 to 64 letters"]),
+    (plain_config(tasks=[TASK, TASK]), ["different names", "['default', 'default']", "rename one"]),
+    (plain_config(tasks__0__weight=0), ["weights sum to 0", "positive weight"]),
+    (plain_config(tasks__0__weight=-1), ["tasks.0.weight", "greater than or equal to 0", "got -1"]),
+    (plain_config(tasks__0__prompt_template="Solve"), ["tasks.0", "'Solve' lacks {question}"]),
+    (plain_config(tasks__0__judge__answer_pattern="(a"), ["tasks.0.judge", "'(a' is no regular expression"]),
+    (plain_config(tasks__0__judge__answer_pattern="a+"), ["'a+' needs a group", "put the answer in (...)"]),
+    (
+        plain_config(tasks__0__source={"kind": "jsonl", "dataset": "x.jsonl"}),
         ["tasks.0", "judge.kind is 'reasoning_gym'", "'jsonl'", "set judge.kind to 'exact'"],
     ),
 ]
@@ -108,22 +96,22 @@ BAD = [
 
 @pytest.mark.parametrize(("raw", "parts"), BAD, ids=[parts[0] for _, parts in BAD])
 def test_bad_configuration_is_refused_with_place_value_and_fix(raw: dict[str, Any], parts: list[str]) -> None:
-    text = message(raw)
+    text = refusal_of(raw)
     assert [part for part in parts if part not in text] == []
 
 
 def test_good_configuration_is_accepted_and_frozen() -> None:
-    config = parse_config(good())
+    config = make_config()
     assert config.max_model_len == 128
     with pytest.raises(ValueError, match="frozen"):
         config.train.num_steps = 5  # type: ignore[misc]
 
 
 def test_all_problems_are_listed_at_once_one_a_line() -> None:
-    text = message(changed(train__num_workers=3, train__num_minibatches=3, tasks__0__group_size=1))
+    text = refusal_of(plain_config(train__num_workers=3, train__num_minibatches=3, tasks__0__group_size=1))
     assert "3 problem(s)" in text
     assert len(text.splitlines()) == 4
-    text = message(changed(train__num_stepz=3, device="tpu", tasks__0__top_k="x"))
+    text = refusal_of(plain_config(train__num_stepz=3, device="tpu", tasks__0__top_k="x"))
     assert "3 problem(s)" in text
     assert len(text.splitlines()) == 4
 
@@ -131,24 +119,26 @@ def test_all_problems_are_listed_at_once_one_a_line() -> None:
 @pytest.mark.parametrize("interval", [1, 2, 3, 5])
 @pytest.mark.parametrize("times", [0, 1, 4])
 def test_any_multiple_of_the_sync_interval_is_accepted(interval: int, times: int) -> None:
-    raw = changed(sync__sync_weights_interval=interval, eval__interval=interval * times)
+    raw = plain_config(sync__sync_weights_interval=interval, eval__interval=interval * times)
     raw["checkpoint"] = {"interval": interval * times}
     assert parse_config(raw).eval.interval == interval * times
 
 
 def test_schedules_always_include_the_last_step() -> None:
-    raw = changed(sync__sync_weights_interval=2, eval__interval=2, checkpoint__interval=2, train__num_steps=5)
+    raw = plain_config(
+        sync__sync_weights_interval=2, eval__interval=2, checkpoint__interval=2, train__num_steps=5
+    )
     config = parse_config(raw)
     assert [step for step in range(1, 6) if config.sync_due(step)] == [2, 4, 5]
     assert [step for step in range(6) if config.save_due(step)] == [2, 4, 5]
     assert [step for step in range(6) if config.eval_due(step)] == [0, 2, 4, 5]
-    rare = parse_config(changed(train__num_steps=3))
+    rare = make_config(train__num_steps=3)
     assert [step for step in range(4) if rare.save_due(step)] == [3]
     assert [step for step in range(4) if rare.eval_due(step)] == [3]
 
 
 def test_evaluation_is_never_due_without_prompts() -> None:
-    config = parse_config(changed(eval__num_prompts=0, eval__interval=1))
+    config = make_config(eval__num_prompts=0, eval__interval=1)
     assert not any(config.eval_due(step) for step in range(5))
 
 
@@ -160,7 +150,7 @@ def write(folder: Path, raw: Any) -> Path:
 
 def test_overrides_reach_nested_values_lists_and_sections_that_the_file_lacks(tmp_path: Path) -> None:
     overrides = ["train.num_steps=9", "tasks.0.group_size=4", "sync.canary_tolerance=null", "seed=7"]
-    config = load_config(write(tmp_path, good()), [*overrides, "rollout.resources={rollout: 1}"])
+    config = load_config(write(tmp_path, plain_config()), [*overrides, "rollout.resources={rollout: 1}"])
     assert (config.train.num_steps, config.tasks[0].group_size, config.seed) == (9, 4, 7)
     assert config.sync.canary_tolerance is None
     assert config.rollout.resources == {"rollout": 1}
@@ -181,7 +171,7 @@ def test_overrides_reach_nested_values_lists_and_sections_that_the_file_lacks(tm
 )
 def test_bad_override_is_refused_by_name(tmp_path: Path, override: str, part: str) -> None:
     with pytest.raises(ConfigError) as caught:
-        load_config(write(tmp_path, changed(seed=1)), [override])
+        load_config(write(tmp_path, plain_config(seed=1)), [override])
     assert part in str(caught.value)
 
 
@@ -207,6 +197,6 @@ def test_missing_folder_and_binary_files_are_refused(tmp_path: Path) -> None:
 
 
 def test_configuration_written_as_yaml_reads_back_equal(tmp_path: Path) -> None:
-    config = parse_config(changed(train__learning_rate=1e-6, sync__canary_tolerance=None, name="a-1"))
+    config = make_config(train__learning_rate=1e-6, sync__canary_tolerance=None, name="a-1")
     path = write(tmp_path, config.model_dump(mode="json"))
     assert load_config(path) == config

@@ -9,7 +9,7 @@ from statistics import fmean, stdev
 import numpy as np
 import pytest
 
-from raypost.config import EvalConfig, parse_config
+from raypost.config import EvalConfig
 from raypost.errors import ConfigError
 from raypost.metrics import bounds, bounds_of
 from raypost.report.eval_statistics import (
@@ -22,6 +22,7 @@ from raypost.report.eval_statistics import (
     student_t,
     wilson,
 )
+from tests.factories import make_config
 
 NAN = float("nan")
 
@@ -209,10 +210,5 @@ def test_an_interval_that_took_responses_for_prompts_would_miss_the_truth():
     ({"samples": 4}, "samples is 4, but temperature is 0"),
 ])  # fmt: skip
 def test_an_evaluation_that_makes_no_sense_is_refused(options, problem):
-    raw = {
-        "model": {"name": "tiny"},
-        "tasks": [{"source": {"kind": "reasoning_gym", "dataset": "chain_sum"}}],
-        "train": {"num_steps": 1, "batch_size": 1},
-    }
     with pytest.raises(ConfigError, match=f"eval: {problem}"):
-        parse_config(raw | {"eval": options})
+        make_config(eval=options)

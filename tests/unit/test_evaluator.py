@@ -10,9 +10,10 @@ import numpy as np
 import pytest
 
 from actors.evaluator import Evaluator
-from raypost.config import Config, parse_config
+from raypost.config import Config
 from raypost.errors import RaypostError, StaleWeightsError, WaitTimeoutError
 from raypost.types import EVALUATION_PRIORITY, Group, RolloutState, Status
+from tests.factories import make_config
 from tests.unit.test_tokenizer import write_tokenizer
 
 TASKS = [
@@ -21,11 +22,9 @@ TASKS = [
 ]
 
 
-def make_config(**options: object) -> Config:
-    return parse_config({
-        "model": {"name": "tiny"}, "tasks": TASKS, "train": {"num_steps": 1, "batch_size": 1},
-        "eval": {"num_prompts": 6, "samples": 2, "temperature": 1.0, "pass_k": [2]} | options,
-    })  # fmt: skip
+def eval_config(**options: object) -> Config:
+    drawn = {"num_prompts": 6, "samples": 2, "temperature": 1.0, "pass_k": [2]}
+    return make_config(tasks=TASKS, eval=drawn | options)
 
 
 class Pool:
@@ -67,7 +66,7 @@ class Pool:
 
 
 def evaluator(folder: Path, pool: Pool, **options: object) -> Evaluator:
-    return Evaluator(make_config(**options), str(write_tokenizer(folder)), pool, pool)
+    return Evaluator(eval_config(**options), str(write_tokenizer(folder)), pool, pool)
 
 
 async def test_every_held_out_problem_is_scored_with_priority_and_the_pool_is_closed_again(tmp_path):

@@ -19,7 +19,7 @@ import pytest
 from raypost.agent_loop.single_turn import SingleTurnAgentLoop
 from raypost.buffer.replay_buffer import ReplayBuffer
 from raypost.checkpoint import CheckpointDir
-from raypost.config import StrategyConfig, parse_config
+from raypost.config import StrategyConfig
 from raypost.errors import CheckpointError, ProductionError
 from raypost.packed import unpack_groups
 from raypost.plan.resources import ClusterResources, shortages
@@ -29,10 +29,10 @@ from raypost.production.progress import ProduceProgress
 from raypost.production.strategy import AsyncProduceStrategy, build_strategy
 from raypost.protocols import TaskLimits
 from raypost.types import Group, Status, group_status
+from tests.factories import make_config, plain_config, refusal_of
 from tests.unit.buffer_groups import counts, group, ids, lease_ids, now, only, put
 from tests.unit.production import World, fate, producing, state, task_config, train_step, virtual
 from tests.unit.test_agent_loop import Engine, Scorer, decode, of, result
-from tests.unit.test_config import changed, message
 from tests.unit.test_strategy import opened
 
 INIT, COMPLETED, ABORTED = Status.INIT, Status.COMPLETED, Status.ABORTED
@@ -487,19 +487,19 @@ def at_most_one_version_behind() -> None:
 
 @row(47)
 def evaluation_between_syncs() -> None:
-    text = message(changed(sync__sync_weights_interval=2, eval__interval=3))
+    text = refusal_of(plain_config(sync__sync_weights_interval=2, eval__interval=3))
     assert "eval.interval is 3, no multiple of sync.sync_weights_interval 2" in text
 
 
 @row(49)
 def run_without_an_end() -> None:
-    assert "train.num_steps: required" in message(changed(train={"batch_size": 8}))
+    assert "train.num_steps: required" in refusal_of(plain_config(train={"batch_size": 8}))
 
 
 @row(50, (1, 1), (2, 0))
 def rollout_and_training_on_the_same_gpu(gpus: int, problems: int) -> None:
     """Each actor reserves its own; where both do not fit, the run is refused."""
-    config = parse_config(changed(device="cuda"))
+    config = make_config(device="cuda")
     assert len(shortages(config, ClusterResources([{"CPU": 8, "GPU": gpus}]))) == problems
 
 

@@ -8,10 +8,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from raypost.config import parse_config
 from raypost.errors import ConfigError
 from raypost.trainer import offload
 from raypost.trainer.offload import HostStates, tensors_of
+from tests.factories import make_config
 
 CPU = torch.device("cpu")
 
@@ -100,13 +100,7 @@ def test_every_tensor_of_an_optimizer_is_found_with_what_hangs_on_it() -> None:
     ],
 )
 def test_an_optimizer_is_offloaded_by_zero_only(train: dict[str, object], name: str) -> None:
-    source = {"kind": "reasoning_gym", "dataset": "chain_sum"}
-    given = {
-        "model": {"name": "tiny"},
-        "tasks": [{"source": source, "max_prompt_tokens": 8, "max_tokens": 8}],
-        "train": {"num_steps": 1, "batch_size": 1, "micro_batch_tokens": 16, "offload_optimizer": True}
-        | train,
-    }
+    asked = {"num_steps": 1, "batch_size": 1} | train
     with pytest.raises(ConfigError, match=f"{name} is 0, where DeepSpeed offloads nothing"):
-        parse_config(given)
-    parse_config(given | {"train": given["train"] | {"offload_optimizer": False}})  # type: ignore[operator]
+        make_config(train=asked | {"offload_optimizer": True})
+    make_config(train=asked)

@@ -18,7 +18,7 @@ from raypost.errors import ClusterError, ConfigError
 from raypost.plan import plan
 from raypost.plan.resources import ClusterResources, bundles, place, shared_devices, shortages
 from raypost.production.build import task_limits
-from tests.unit.test_config import changed, good
+from tests.factories import everything_below, make_config, plain_config
 from tests.unit.test_tokenizer import write_tokenizer
 
 RECIPES = Path(__file__).resolve().parents[2] / "jobs" / "recipes"
@@ -27,7 +27,7 @@ BIG = ClusterResources([{"CPU": 64.0, "GPU": 8.0, "node:10.0.0.1": 1.0}])
 
 
 def config_of(tmp_path: Path, **places: Any) -> Config:
-    return parse_config(changed(**{"runs_dir": str(tmp_path / "runs"), **places}))
+    return make_config(**{"runs_dir": str(tmp_path / "runs"), **places})
 
 
 def gpu_config(tmp_path: Path, **places: Any) -> Config:
@@ -43,10 +43,6 @@ def write_model(folder: Path, **config: Any) -> Path:
     (folder / "config.json").write_text(json.dumps({**model, **config}))
     (folder / "model.safetensors").write_bytes(b"")
     return folder
-
-
-def everything_below(folder: Path) -> dict[str, int]:
-    return {str(path): path.stat().st_mtime_ns for path in sorted(folder.rglob("*"))}
 
 
 def refusal(config: Config, cluster: ClusterResources | None = None) -> str:
@@ -281,7 +277,7 @@ def test_resources_that_suffice_only_in_sum_are_warned_of(tmp_path: Path) -> Non
 def test_what_is_placed_never_exceeds_a_node_and_what_fits_is_no_shortage(
     nodes: list[tuple[int, int]], workers: int, ranks: int, width: int
 ) -> None:
-    raw = changed(device="cuda", rollout__num_workers=workers, rollout__tensor_parallel_size=width)
+    raw = plain_config(device="cuda", rollout__num_workers=workers, rollout__tensor_parallel_size=width)
     raw["train"]["num_workers"] = ranks
     config = parse_config(raw)
     cluster = ClusterResources([{"CPU": cpu, "GPU": gpu} for cpu, gpu in nodes])
@@ -406,8 +402,12 @@ def test_staleness_bound_is_what_the_buffer_is_told(
 
 
 def test_batch_arithmetic_counts_tasks_samples_and_requests(tmp_path: Path) -> None:
-    easy = good()["tasks"][0] | {"name": "easy", "weight": 3, "strategy": {"over_sample_threshold": 0.5}}
-    hard = good()["tasks"][0] | {"name": "hard", "group_size": 4, "max_tokens": 100}
+    easy = plain_config()["tasks"][0] | {
+        "name": "easy",
+        "weight": 3,
+        "strategy": {"over_sample_threshold": 0.5},
+    }
+    hard = plain_config()["tasks"][0] | {"name": "hard", "group_size": 4, "max_tokens": 100}
     config = config_of(tmp_path, tasks=[easy, hard], train__num_minibatches=2, train__num_workers=2)
     batch = dict(plan.check(config).batch)
     assert batch["groups a train step"] == "8 (6 of easy x 8, 2 of hard x 4)"
@@ -441,8 +441,8 @@ def test_what_works_but_badly_is_warned_of(tmp_path: Path, places: dict[str, Any
 
 
 def test_a_task_too_light_for_any_group_is_warned_of(tmp_path: Path) -> None:
-    rare = good()["tasks"][0] | {"name": "rare", "weight": 0.001}
-    found = plan.check(config_of(tmp_path, tasks=[good()["tasks"][0], rare]), cluster=BIG)
+    rare = plain_config()["tasks"][0] | {"name": "rare", "weight": 0.001}
+    found = plan.check(config_of(tmp_path, tasks=[plain_config()["tasks"][0], rare]), cluster=BIG)
     assert any("'rare': its weight is so small" in warning for warning in found.warnings)
 
 

@@ -16,6 +16,7 @@ from raypost.errors import ConfigError, JudgeError, WaitTimeoutError
 from raypost.judges import RewardModelJudge, build_judge
 from raypost.judges.reward_model import RewardModelInput, check_reward_model
 from raypost.types import RolloutState, SampleParams
+from tests.factories import plain_config
 from tests.unit.test_tokenizer import write_tokenizer
 
 TASK = TaskConfig.model_validate({
@@ -208,13 +209,11 @@ def test_folder_that_is_no_model_is_refused(tmp_path: Path) -> None:
 
 # ---------------------------------------------------------------- the configuration
 
-GOOD = {
-    "model": {"name": "tiny"},
-    "tasks": [{"source": {"kind": "reasoning_gym", "dataset": "chain_sum"},
-               "judge": {"kind": "reward_model", "reward_model": "tutor"}}],
-    "train": {"num_steps": 4, "batch_size": 8, "loss": {"kl": {"coefficient": 0.1, "pool": {"name": "ref"}}}},
-    "reward_models": [{"name": "tutor", "model": "./tutor"}],
-}  # fmt: skip
+GOOD = plain_config(
+    tasks__0__judge={"kind": "reward_model", "reward_model": "tutor"},
+    train__loss={"kl": {"coefficient": 0.1, "pool": {"name": "ref"}}},
+    reward_models=[{"name": "tutor", "model": "./tutor"}],
+)
 
 
 def test_reward_model_and_reference_on_engines_of_their_own_are_accepted() -> None:

@@ -6,11 +6,10 @@ from typing import Any
 
 import pytest
 
-from raypost.config import parse_config
 from raypost.config.imports import load_function
 from raypost.plan.schedule import bound, schedule_problems, started_at_once, strategy_warnings
 from raypost.production.build import buffer_bounds
-from tests.unit.test_config import changed
+from tests.factories import make_config
 
 
 def no_weights(step: int, weights: dict[str, float]) -> dict[str, float]:
@@ -84,7 +83,7 @@ REFUSED = {
 @pytest.mark.parametrize("name", REFUSED)
 def test_what_cannot_work_is_refused_with_its_numbers(name: str) -> None:
     places, part = REFUSED[name]
-    problems = schedule_problems(parse_config(changed(**places)))
+    problems = schedule_problems(make_config(**places))
     assert any(part in problem for problem in problems), problems
 
 
@@ -101,11 +100,11 @@ def test_what_cannot_work_is_refused_with_its_numbers(name: str) -> None:
     ],
 )
 def test_what_works_is_not_refused(places: dict[str, Any]) -> None:
-    assert schedule_problems(parse_config(changed(**places))) == []
+    assert schedule_problems(make_config(**places)) == []
 
 
 def test_the_bound_of_admission_by_capacity_says_that_nothing_expires() -> None:
-    config = parse_config(changed(**strategy(**CAPACITY), sync__sync_weights_interval=2))
+    config = make_config(**strategy(**CAPACITY), sync__sync_weights_interval=2)
     shown = bound(config.tasks[0], config)
     assert (shown.threshold, shown.oldest) == (None, "staleness 5 in the mean")
     assert "6 batch(es)" in shown.rule
@@ -113,12 +112,12 @@ def test_the_bound_of_admission_by_capacity_says_that_nothing_expires() -> None:
 
 
 def test_a_limit_of_groups_in_flight_is_what_is_started_at_once() -> None:
-    config = parse_config(changed(**strategy(over_sample_threshold=1.0, max_pending=5)))
+    config = make_config(**strategy(over_sample_threshold=1.0, max_pending=5))
     assert started_at_once(config.tasks[0], 8, config) == 5
 
 
 def test_the_buffers_bounds_are_in_groups_and_bytes() -> None:
-    bounds = buffer_bounds(parse_config(changed(buffer__max_gb=0.5, buffer__max_groups=100)))
+    bounds = buffer_bounds(make_config(buffer__max_gb=0.5, buffer__max_groups=100))
     assert (bounds.max_groups, bounds.max_bytes, bounds.low_water) == (100, 2**29, 0.8)
 
 
@@ -131,7 +130,7 @@ def test_the_buffers_bounds_are_in_groups_and_bytes() -> None:
     ],
 )
 def test_what_surprises_is_warned_of(places: dict[str, Any], part: str) -> None:
-    config = parse_config(changed(**places))
+    config = make_config(**places)
     assert any(part in warning for warning in strategy_warnings(config.tasks[0], config))
 
 
