@@ -22,6 +22,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from raypost.jsonl import LineFile, whole_lines
 from raypost.ledger.events import LedgerEvent
 
 FLUSH_LINES = 4096
@@ -29,18 +30,15 @@ FLUSH_LINES = 4096
 FLUSH_S = 1.0
 """A new line takes with it those that wait longer than this."""
 
-_CHUNK = 1 << 16
-
 
 class Journal:
     """The writing end. One writer a file at a time; a second one continues the file."""
 
     def __init__(self, path: Path) -> None:
         """Touches nothing before the first flush."""
-        self.path = path
+        self._file = LineFile(path)
         self._lines: list[str] = []
         self._oldest_s = 0.0
-        self._opened = False
 
     def append(self, line: Mapping[str, Any], now_s: float) -> None:
         """Add one line, written with the next flush: at once if the oldest waits since FLUSH_S before `now_s`."""
@@ -56,29 +54,15 @@ class Journal:
 
         Raises OSError if the disk is full; nothing of it is written then, and all of it still waits.
         """
-        if not self._lines:
-            return
-        if not self._opened:
-            self.path.parent.mkdir(parents=True, exist_ok=True)
-            remove_torn_line(self.path)
-            self._opened = True
-        data = memoryview(("\n".join(self._lines) + "\n").encode())
-        with open(self.path, "ab", buffering=0) as file:
-            start = file.seek(0, os.SEEK_END)
-            try:
-                while data:
-                    data = data[file.write(data) :]
-            except OSError:
-                file.truncate(start)
-                raise
+        self._file.append(self._lines)
         self._lines.clear()
 
     def sync(self) -> int:
         """Flush to the disk itself; bytes in the file now, which is what a `restored` line names."""
         self.flush()
-        if not self.path.exists():
+        if not self._file.path.exists():
             return 0
-        with open(self.path, "rb+") as file:
+        with open(self._file.path, "rb+") as file:
             os.fsync(file.fileno())
             return file.seek(0, os.SEEK_END)
 
@@ -91,24 +75,6 @@ def _plain(value: Any) -> Any:
 
 
 _encode: Callable[[Any], str] = json.JSONEncoder(default=_plain).encode
-
-
-def remove_torn_line(path: Path) -> None:
-    """Cut off what follows the last newline, if the file exists."""
-    if not path.exists():
-        return
-    with open(path, "r+b") as file:
-        end = position = file.seek(0, os.SEEK_END)
-        while position > 0:
-            start = max(0, position - _CHUNK)
-            file.seek(start)
-            newline = file.read(position - start).rfind(b"\n")
-            if newline >= 0:
-                position = start + newline + 1
-                break
-            position = start
-        if position < end:
-            file.truncate(position)
 
 
 # ---------------------------------------------------------------- reading
@@ -147,19 +113,18 @@ class JournalReader:
         """
         self.num_damaged = 0
         offset = 0
-        with open(self._path, "rb") as file:
-            for raw in file:
-                start, offset = offset, offset + len(raw)
-                if offset > self._end:
-                    return
-                is_void = self._is_void(start)
-                if (is_void and not void) or (wanted is not None and not wanted(raw)):
-                    continue
-                fields = _decode(raw)
-                if fields is None:
-                    self.num_damaged += 1
-                else:
-                    yield Line(fields, is_void)
+        for raw in whole_lines(self._path):
+            start, offset = offset, offset + len(raw)
+            if offset > self._end:
+                return
+            is_void = self._is_void(start)
+            if (is_void and not void) or (wanted is not None and not wanted(raw)):
+                continue
+            fields = _decode(raw)
+            if fields is None:
+                self.num_damaged += 1
+            else:
+                yield Line(fields, is_void)
 
     def _is_void(self, offset: int) -> bool:
         at = bisect_right(self._starts, offset) - 1
@@ -187,19 +152,16 @@ def _scan(path: Path) -> tuple[int, list[tuple[int, int]], tuple[bytes, bytes]]:
     the history before it ends)."""
     restarts, offset, first, last = [], 0, b"", b""
     started, restored = f'"{LedgerEvent.STARTED}"'.encode(), f'"{LedgerEvent.RESTORED}"'.encode()
-    with open(path, "rb") as file:
-        for raw in file:
-            if not raw.endswith(b"\n"):
-                break
-            if started in raw or restored in raw:
-                fields = _decode(raw) or {}
-                if fields.get("event") == LedgerEvent.STARTED:
-                    restarts.append((offset, 0))
-                elif fields.get("event") == LedgerEvent.RESTORED:
-                    saved = fields.get("offset")
-                    # A file that lost its end is shorter than a checkpoint remembers.
-                    restarts.append((offset, min(offset, saved) if isinstance(saved, int) else 0))
-            offset, first, last = offset + len(raw), first or raw, raw
+    for raw in whole_lines(path):
+        if started in raw or restored in raw:
+            fields = _decode(raw) or {}
+            if fields.get("event") == LedgerEvent.STARTED:
+                restarts.append((offset, 0))
+            elif fields.get("event") == LedgerEvent.RESTORED:
+                saved = fields.get("offset")
+                # A file that lost its end is shorter than a checkpoint remembers.
+                restarts.append((offset, min(offset, saved) if isinstance(saved, int) else 0))
+        offset, first, last = offset + len(raw), first or raw, raw
     return offset, restarts, (first, last)
 
 

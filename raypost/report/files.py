@@ -11,11 +11,11 @@ import math
 import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 import numpy as np
 
-from raypost.ledger.journal import remove_torn_line
+from raypost.jsonl import LineFile, whole_lines
 
 CONFIG = "config.yaml"
 METRICS = "metrics.jsonl"
@@ -51,21 +51,14 @@ def write_json(path: Path, item: Mapping[str, Any]) -> None:
 
 
 class LineWriter:
-    """Appends JSON objects to a file, each on a line of its own, flushed to the system when written."""
+    """Appends JSON objects to a file, each on a line of its own, handed to the system when written."""
 
     def __init__(self, path: Path) -> None:
-        remove_torn_line(path)
-        self._file: IO[str] = open(path, "a", encoding="utf-8")  # noqa: SIM115  closed by `close`
+        self._file = LineFile(path)
 
     def write(self, *objects: Mapping[str, Any]) -> None:
-        """Append the objects, then flush once."""
-        for item in objects:
-            self._file.write(json.dumps(plain(item), allow_nan=False, separators=(", ", ": ")) + "\n")
-        self._file.flush()
-
-    def close(self) -> None:
-        """Idempotent."""
-        self._file.close()
+        """Append the objects, all or none of them."""
+        self._file.append([json.dumps(plain(item), allow_nan=False) for item in objects])
 
 
 def read_lines(path: Path) -> Iterator[dict[str, Any]]:
@@ -75,14 +68,11 @@ def read_lines(path: Path) -> Iterator[dict[str, Any]]:
     """
     if not path.exists():
         return
-    with open(path, encoding="utf-8") as file:
-        for number, line in enumerate(file, start=1):
-            if not line.endswith("\n"):
-                return
-            try:
-                yield json.loads(line)
-            except json.JSONDecodeError as error:
-                raise ValueError(f"{path} line {number} is no JSON: {error}") from error
+    for number, line in enumerate(whole_lines(path), start=1):
+        try:
+            yield json.loads(line)
+        except ValueError as error:
+            raise ValueError(f"{path} line {number} is no JSON: {error}") from error
 
 
 def plain(item: Mapping[str, Any]) -> dict[str, Any]:

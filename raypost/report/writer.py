@@ -102,9 +102,7 @@ class RunWriter:
         return rebuild(self._run_dir)
 
     def close(self) -> None:
-        """Flush and close the files without writing a report. Idempotent."""
-        for lines in (self._metrics, self._events, self._spans):
-            lines.close()
+        """Flush and close TensorBoard's file without writing a report. Idempotent."""
         self._tensorboard.close()
 
     def _event(self, event: str, fields: Mapping[str, Any], time_s: float | None = None) -> None:

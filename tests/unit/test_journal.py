@@ -14,7 +14,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from raypost.ledger import journal as module
+from raypost import jsonl
 from raypost.ledger.journal import FLUSH_LINES, FLUSH_S, Journal, JournalReader
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -111,10 +111,10 @@ def test_a_full_disk_writes_nothing_by_half_and_loses_nothing(
             return self.file.write(data[:3])
 
     append(journal, 1)
-    monkeypatch.setattr(module, "open", Full, raising=False)
+    monkeypatch.setattr(jsonl, "open", Full, raising=False)
     with pytest.raises(OSError, match="No space"):
         journal.flush()
-    monkeypatch.delattr(module, "open")
+    monkeypatch.delattr(jsonl, "open")
     assert path.read_bytes().endswith(b"\n")
     append(journal, 2)
     journal.flush()
