@@ -19,9 +19,10 @@ from raypost.config import Config, TaskConfig
 from raypost.data.prompts import held_out, render
 from raypost.data.tokenizer import Tokenizer
 from raypost.errors import RaypostError, StaleWeightsError, WaitTimeoutError
-from raypost.metrics import EVAL_TOKENS_MEAN, EVALUATE, SpanLog
+from raypost.metrics import EVAL_TOKENS_MEAN
 from raypost.protocols import AgentLoop, RolloutControl
 from raypost.report.eval_statistics import Rewards, scores
+from raypost.spans import EVALUATE, SpanLog
 from raypost.types import (
     EVALUATION_PRIORITY,
     NO_VERSION,

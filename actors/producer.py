@@ -21,12 +21,12 @@ from raypost.data.prompts import build_source, render
 from raypost.data.sampler import Sampler
 from raypost.data.tokenizer import Tokenizer
 from raypost.ledger.ledger import LEDGER_FILE, Ledger
-from raypost.metrics import SpanLog
 from raypost.packed import PackedGroups
 from raypost.pause import PauseMode
 from raypost.production.producer import Producer, TaskRuntime
 from raypost.production.strategy import build_strategy
 from raypost.protocols import AgentLoop, Buffer, RolloutControl, TakeStatus
+from raypost.spans import SpanLog
 from raypost.types import GroupCounts, Span
 
 log = logging.getLogger(__name__)

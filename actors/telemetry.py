@@ -1,7 +1,7 @@
 """Telemetry: the one actor that writes the run folder, and that watches the others without holding them up.
 
 Owns the RunWriter, the background pull of spans and statistics, the gauges and the memory samples. Owns no
-figure's definition (raypost.metrics, raypost.report) and no display.
+figure's definition (raypost.report) and no display.
 
 Invariants: an actor that is slow or dead costs a poll at most `deadline_s` and is counted by name; a drained
 span is written exactly once, because a late answer is waited for and not asked for again.

@@ -17,9 +17,9 @@ from ray.actor import ActorHandle
 
 from actors.remote import Remote, within
 from actors.training.group import TrainerGroup
+from raypost import metrics
 from raypost.checkpoint import HF, HF_AVERAGE, CheckpointDir
 from raypost.config import Config
-from raypost.metrics import HELD_OUT
 from raypost.protocols import TakeStatus
 from raypost.report.terminal import RunDisplay
 from raypost.types import GroupCounts, ProduceBatchStatus
@@ -115,7 +115,7 @@ class Roles:
     async def broadcast(self, version: int) -> None:
         """Bring `version` into every rollout worker, verified."""
         report = await self.broadcaster.broadcast(version)
-        self._last["sync_s"] = report.seconds
+        self._last[metrics.SYNC_S] = report.seconds
         self.display.workers(await self.controller.states())
         await self.telemetry.log_sync(report)
 
@@ -174,18 +174,18 @@ class Roles:
 
     async def _score(self, step: int) -> None:
         scores = await self.evaluator.evaluate(step)
-        self.checkpoints.record_score(step, scores.get(HELD_OUT))
-        if HELD_OUT in scores:
-            self._last[HELD_OUT] = scores[HELD_OUT]
+        self.checkpoints.record_score(step, scores.get(metrics.HELD_OUT))
+        if metrics.HELD_OUT in scores:
+            self._last[metrics.HELD_OUT] = scores[metrics.HELD_OUT]
         self.display.evaluated(step, scores)
         await self.telemetry.log_eval(step, scores)
 
-    async def log(self, step: int, status: TakeStatus, metrics: dict[str, float]) -> None:
+    async def log(self, step: int, status: TakeStatus, trained: dict[str, float]) -> None:
         """Record one train step and show it. Raises what an evaluation beside production raised meanwhile."""
         if self._evaluation is not None and self._evaluation.done():
             self._evaluation.result()
-        memory = {"driver_rss_bytes": psutil.Process().memory_info().rss}
-        record = {**metrics, **_production_metrics(status), **self._last, **memory}
+        memory = {metrics.DRIVER_RSS_BYTES: psutil.Process().memory_info().rss}
+        record = {**trained, **_production_metrics(status), **self._last, **memory}
         self.display.step(step, record)
         await self.telemetry.log(step, record)
 
@@ -209,20 +209,20 @@ class Roles:
 def _production_metrics(status: TakeStatus) -> dict[str, object]:
     produced, staleness = status.metrics, status.staleness
     record: dict[str, object] = {
-        "staleness": list(staleness),
-        "staleness_max": max(staleness, default=0),
-        "staleness_mean": sum(staleness) / max(1, len(staleness)),
-        "buffer_groups": status.buffered,
-        "take_wait_s": status.wait_s,
-        "produced_samples": produced.produced_samples,
-        "produced_tokens": produced.produced_tokens,
-        "failed_samples": produced.failed_samples,
-        "filtered_samples": produced.filtered_samples,
-        "expired_groups": produced.expired_groups,
-        "expired_tokens_mean": produced.expired_tokens_mean,
-        "pause_s": produced.pause_s,
-        "expired_batch": status.status == ProduceBatchStatus.EXPIRED_BATCH,
+        metrics.STALENESS: list(staleness),
+        metrics.STALENESS_MAX: max(staleness, default=0),
+        metrics.STALENESS_MEAN: sum(staleness) / max(1, len(staleness)),
+        metrics.BUFFER_GROUPS: status.buffered,
+        metrics.TAKE_WAIT_S: status.wait_s,
+        metrics.PRODUCED_SAMPLES: produced.produced_samples,
+        metrics.PRODUCED_TOKENS: produced.produced_tokens,
+        metrics.FAILED_SAMPLES: produced.failed_samples,
+        metrics.FILTERED_SAMPLES: produced.filtered_samples,
+        metrics.EXPIRED_GROUPS: produced.expired_groups,
+        metrics.EXPIRED_TOKENS_MEAN: produced.expired_tokens_mean,
+        metrics.PAUSE_S: produced.pause_s,
+        metrics.EXPIRED_BATCH: status.status == ProduceBatchStatus.EXPIRED_BATCH,
     }
     if produced.raw_rewards_count:
-        record["raw_reward_mean"] = produced.raw_rewards_sum / produced.raw_rewards_count
+        record[metrics.RAW_REWARD_MEAN] = produced.raw_rewards_sum / produced.raw_rewards_count
     return record

@@ -24,6 +24,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from raypost import metrics
 from raypost.config import Config, load_config
 from raypost.errors import ConfigError, RaypostError
 from raypost.plan.resources import ClusterResources
@@ -39,13 +40,13 @@ STOP_WAIT_S = 120
 """Time a job has, after `ray job stop`, to save and to report before Ray kills it."""
 
 STEP_FIGURES = (
-    "reward_mean",
-    "loss",
-    "held_out",
-    "staleness_max",
-    "buffer_groups",
-    "expired_groups",
-    "sync_s",
+    metrics.REWARD_MEAN,
+    metrics.LOSS,
+    metrics.HELD_OUT,
+    metrics.STALENESS_MAX,
+    metrics.BUFFER_GROUPS,
+    metrics.EXPIRED_GROUPS,
+    metrics.SYNC_S,
 )
 REPORT_FIGURES = (
     *("status", "error", "wall_s", "eval_before", "eval_after", "staleness_max", "sync_s_median"),

@@ -31,8 +31,8 @@ from actors.remote import ACTOR_ERRORS, within
 from raypost.config import Config, PoolConfig
 from raypost.config.engine import EngineConfig
 from raypost.errors import RaypostError
-from raypost.metrics import TRAIN, SpanLog
 from raypost.packed import PackedGroups
+from raypost.spans import TRAIN, SpanLog
 from raypost.trainer.batch.train_batch import Column, Limits, Sample, plan_batch
 from raypost.types import FloatArray, Span
 

@@ -38,8 +38,8 @@ from raypost.errors import (
     WaitTimeoutError,
     WeightError,
 )
-from raypost.metrics import SpanLog
 from raypost.pause import PauseDeadlines, PauseMode, stricter
+from raypost.spans import SpanLog
 from raypost.types import (
     FloatArray,
     GenerateRequest,

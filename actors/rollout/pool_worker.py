@@ -10,7 +10,7 @@ from enum import StrEnum
 from ray.actor import ActorHandle
 
 from actors.remote import ManyCalls
-from raypost.metrics import SpanLog
+from raypost.spans import SpanLog
 
 
 class WorkerState(StrEnum):

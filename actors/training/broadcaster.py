@@ -16,8 +16,8 @@ import numpy as np
 
 from raypost.config import SyncConfig
 from raypost.errors import StaleWeightsError, WeightError
-from raypost.metrics import SpanLog
 from raypost.protocols import WeightSink, WeightSource
+from raypost.spans import SpanLog
 from raypost.types import FloatArray, IntArray, Span, SyncReport
 
 

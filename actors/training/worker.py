@@ -22,8 +22,8 @@ import ray
 
 from raypost.config import Config
 from raypost.errors import RaypostError
-from raypost.metrics import CHECKPOINT, SYNC, TRAIN, SpanLog
 from raypost.packed import PackedGroups
+from raypost.spans import CHECKPOINT, SYNC, TRAIN, SpanLog
 from raypost.trainer.batch.train_batch import Column
 from raypost.types import FloatArray, IntArray, Span
 from raypost.weights.manifest import Bytes, Given, Manifest, pack, pack_adapters

@@ -21,7 +21,7 @@ from statistics import NormalDist, fmean
 import numpy as np
 
 from raypost.config import EvalConfig
-from raypost.metrics import EVAL_FAILED, HELD_OUT, bounds_of
+from raypost.metrics import EVAL_FAILED, HELD_OUT, bounds_of, pass_at
 
 Rewards = Sequence[Sequence[float | None]]
 """Per prompt, per response; None (or not finite): the response failed."""
@@ -61,7 +61,7 @@ def _statistics(rewards: Mapping[str, Rewards], options: EvalConfig) -> dict[str
     confidence, threshold = options.confidence, options.pass_threshold
     found = {HELD_OUT: {task: mean_reward(prompts, confidence) for task, prompts in rewards.items()}}
     for k in sorted({1, *options.pass_k}):
-        found[f"pass@{k}"] = {
+        found[pass_at(k)] = {
             task: pass_rate(prompts, k, threshold, confidence) for task, prompts in rewards.items()
         }
     return found

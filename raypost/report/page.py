@@ -25,7 +25,14 @@ from raypost.report.formatting import (
     size,
 )
 
-_LEARNING = ("held_out", "reward", "loss", "entropy", "grad_norm", "response_tokens_mean")
+_LEARNING = (
+    metrics.HELD_OUT,
+    "reward",
+    metrics.LOSS,
+    metrics.ENTROPY,
+    metrics.GRAD_NORM,
+    metrics.RESPONSE_TOKENS_MEAN,
+)
 _DATA = ("staleness", "mismatch")
 _FATES = {
     "trained": "contributed to a train step",

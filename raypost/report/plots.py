@@ -20,6 +20,7 @@ from matplotlib.ticker import FixedLocator, MaxNLocator
 from numpy.typing import NDArray
 
 from raypost import metrics
+from raypost.report.busy_time import training_windows
 from raypost.report.colours import BLUE, GREEN, GREY, INK, LIGHT, ORANGE, PALE, RED
 from raypost.report.record import Column, RunRecord, held_out_intervals, held_out_scores
 from raypost.report.report_json import reward_curve
@@ -69,7 +70,7 @@ def draw(record: RunRecord, report: dict[str, Any]) -> Drawn:
     with matplotlib.rc_context(_STYLE):
         panels = _panels(record, report)
         svgs = {name: _svg(_single(panel)) for name, panel in panels.items()}
-        windows = metrics.training_windows(record.spans, record.sessions)
+        windows = training_windows(record.spans, record.sessions)
         step_s = report["step_s_median"]
         near, all_of_it = zoom(windows, step_s), whole_run(record)
         if len(windows):
@@ -84,13 +85,13 @@ def _panels(record: RunRecord, report: dict[str, Any]) -> dict[str, Panel]:
     """Panels by name, in the order of the page; those without data are left out."""
     panels: dict[str, Panel] = {}
     if held_out_scores(record):
-        panels["held_out"] = lambda ax: _held_out(ax, record)
+        panels[metrics.HELD_OUT] = lambda ax: _held_out(ax, record)
     if np.isfinite(reward_curve(record)).any():
         panels["reward"] = lambda ax: _curve(ax, record, reward_curve(record), "Reward", BLUE)
     for name, title, colour in (
         (metrics.LOSS, "Loss", ORANGE),
-        ("entropy", "Entropy, nats a token", GREEN),
-        ("grad_norm", "Gradient norm", GREY),
+        (metrics.ENTROPY, "Entropy, nats a token", GREEN),
+        (metrics.GRAD_NORM, "Gradient norm", GREY),
         (metrics.RESPONSE_TOKENS_MEAN, "Response length, tokens", BLUE),
     ):
         if np.isfinite(record.column(name)).any():
@@ -99,7 +100,9 @@ def _panels(record: RunRecord, report: dict[str, Any]) -> dict[str, Panel]:
         panels["staleness"] = lambda ax: _staleness(ax, report)
     if np.isfinite(record.column(metrics.LOGPROB_MISMATCH_MAX)).any():
         panels["mismatch"] = lambda ax: _mismatch(ax, record)
-    first = [name for name in ("held_out", "reward", "loss", "staleness", "mismatch") if name in panels]
+    first = [
+        name for name in (metrics.HELD_OUT, "reward", metrics.LOSS, "staleness", "mismatch") if name in panels
+    ]
     return {name: panels[name] for name in [*first, *(n for n in panels if n not in first)]}
 
 
@@ -168,7 +171,7 @@ def _staleness(ax: Axes, report: dict[str, Any]) -> None:
 
 def _mismatch(ax: Axes, record: RunRecord) -> None:
     shown = [(metrics.LOGPROB_MISMATCH_MAX, "largest, same weights", RED)]
-    shown += [("logprob_mismatch_mean", "mean, same weights", ORANGE)]
+    shown += [(metrics.LOGPROB_MISMATCH_MEAN, "mean, same weights", ORANGE)]
     for name, label, colour in shown:
         steps, values = _thin(record.steps, record.column(name), np.nanmax)
         positive = np.where(values > 0, values, np.nan)

@@ -18,8 +18,9 @@ from numpy.typing import NDArray
 
 from raypost.ledger.ledger import LEDGER_FILE
 from raypost.ledger.summary import LedgerSummary, ledger_summary
-from raypost.metrics import HELD_OUT, STALENESS, SpanTable, bounds, finite_floats, span_table
+from raypost.metrics import HELD_OUT, STALENESS, bounds, finite_floats
 from raypost.report import files
+from raypost.report.busy_time import SpanTable, span_table
 from raypost.types import Span
 
 Column = NDArray[np.float64]

@@ -1,6 +1,6 @@
 """The figures of a report, computed from what the run left on disk.
 
-Idle fractions, overlap and windows are defined in raypost.metrics; everything else in `build_report`.
+Idle fractions, overlap and windows are defined in busy_time.py; everything else in `build_report`.
 """
 
 from __future__ import annotations
@@ -8,7 +8,8 @@ from __future__ import annotations
 import hashlib
 import json
 import platform
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Iterable, Mapping
 from datetime import UTC, datetime
 from importlib import metadata
 from typing import Any
@@ -17,8 +18,9 @@ import numpy as np
 
 from raypost import metrics
 from raypost.config import Config
-from raypost.report import formatting
+from raypost.report import busy_time, formatting
 from raypost.report.record import Column, RunRecord
+from raypost.spans import ROLLOUT, TRAIN
 from raypost.types import GroupCounts
 from raypost.version import __version__
 
@@ -110,7 +112,7 @@ def _held_out_interval(scores: Mapping[str, Any]) -> list[float] | None:
 
 
 def _staleness(record: RunRecord, config: Config) -> dict[str, Any]:
-    histogram = metrics.staleness_histogram(record.staleness)
+    histogram = staleness_histogram(record.staleness)
     trained = sum(histogram.values())
     return {
         "staleness_max": max(histogram, default=None),
@@ -121,20 +123,20 @@ def _staleness(record: RunRecord, config: Config) -> dict[str, Any]:
 
 
 def _time(record: RunRecord, config: Config) -> dict[str, Any]:
-    windows = metrics.training_windows(record.spans, record.sessions)
-    window_s = metrics.length_s(windows)
+    windows = busy_time.training_windows(record.spans, record.sessions)
+    window_s = busy_time.length_s(windows)
     ranks, workers = config.train.num_workers, config.rollout.num_engines
     syncs = [sync["seconds"] for sync in record.syncs if sync.get("seconds") is not None]
     return {
         "window_s": window_s,
-        "trainer_idle_fraction": metrics.idle_fraction(record.spans, metrics.TRAIN, windows, ranks),
-        "rollout_idle_fraction": metrics.idle_fraction(record.spans, metrics.ROLLOUT, windows, workers),
-        "overlap_s": metrics.overlap_s(record.spans, windows),
-        "time_shares_s": metrics.time_shares_s(record.spans, windows),
-        "step_s_median": metrics.median(step_seconds(record)),
+        "trainer_idle_fraction": busy_time.idle_fraction(record.spans, TRAIN, windows, ranks),
+        "rollout_idle_fraction": busy_time.idle_fraction(record.spans, ROLLOUT, windows, workers),
+        "overlap_s": busy_time.overlap_s(record.spans, windows),
+        "time_shares_s": busy_time.time_shares_s(record.spans, windows),
+        "step_s_median": median(step_seconds(record)),
         "num_syncs": len(record.syncs),
-        "sync_s_median": metrics.median(syncs),
-        "pause_s_median": metrics.median(record.column("pause_s")),
+        "sync_s_median": median(syncs),
+        "pause_s_median": median(record.column(metrics.PAUSE_S)),
     }
 
 
@@ -155,14 +157,14 @@ def _tokens(record: RunRecord) -> dict[str, Any]:
     expired = zip(
         record.column(metrics.EXPIRED_TOKENS_MEAN), record.column(metrics.EXPIRED_GROUPS), strict=True
     )
-    window_s = metrics.length_s(metrics.training_windows(record.spans, record.sessions))
+    window_s = busy_time.length_s(busy_time.training_windows(record.spans, record.sessions))
     total = float(np.nansum(produced))
     return {
         "tokens_generated": sum(generated) if generated else None,
         "tokens_produced": int(total),
         "tokens_per_s": total / window_s if window_s else None,
         "trained_tokens_mean": _mean(record.column(metrics.RESPONSE_TOKENS_MEAN)),
-        "expired_tokens_mean": metrics.weighted_mean(expired),
+        "expired_tokens_mean": weighted_mean(expired),
         "peak_memory_bytes": max(peaks, default=None),
     }
 
@@ -182,7 +184,7 @@ def _problems(report: dict[str, Any], record: RunRecord) -> list[str]:
         problems.append(f"not finite in some step: {', '.join(record.not_finite)}")
     if not record.counts:
         problems.append("no group counts were recorded, so nothing says whether a group was lost")
-    skipped = record.column("skipped_steps")
+    skipped = record.column(metrics.SKIPPED_STEPS)
     if np.nansum(skipped) > 0:
         problems.append(
             f"{int(np.nanmax(skipped))} optimizer steps were skipped: nothing trainable, or no finite gradient"
@@ -207,6 +209,25 @@ def _bias(bias: dict[str, Any] | None) -> list[str]:
         f"training is biased towards short answers: {formatting.length_bias(bias)}; continue interrupted groups "
         "(enable_partial_rollout) or allow a larger max_staleness"
     ]
+
+
+def staleness_histogram(batches: Iterable[Iterable[int]]) -> dict[int, int]:
+    """Trained groups by staleness, in steps: every value from 0 to the largest, also those that are empty."""
+    counts = Counter(int(value) for batch in batches for value in batch)
+    return {value: counts[value] for value in range(max(counts, default=-1) + 1)}
+
+
+def median(values: Iterable[float]) -> float | None:
+    """Median of the finite values; None without any."""
+    finite = [value for value in values if np.isfinite(value)]
+    return float(np.median(finite)) if finite else None
+
+
+def weighted_mean(values_and_weights: Iterable[tuple[float, float]]) -> float | None:
+    """Mean of values by weight, over the pairs in which both are finite; None if the weights sum to 0."""
+    pairs = [(v, w) for v, w in values_and_weights if np.isfinite(v) and np.isfinite(w)]
+    total = sum(weight for _, weight in pairs)
+    return sum(value * weight for value, weight in pairs) / total if total else None
 
 
 def reward_curve(record: RunRecord) -> Column:

@@ -7,11 +7,11 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
-from raypost import metrics
-from raypost.metrics import EVALUATE, PAUSE, ROLLOUT, SYNC, TRAIN, Intervals_N2, any_busy, intersect, union
+from raypost.report.busy_time import Intervals_N2, any_busy, intersect, length_s, union
 from raypost.report.colours import GREY, INK, KIND_COLOURS, LIGHT, PALE
 from raypost.report.formatting import percent
 from raypost.report.record import RunRecord
+from raypost.spans import CHECKPOINT, EVALUATE, PAUSE, ROLLOUT, SYNC, TRAIN, WAIT
 
 STEPS_IN_ZOOM = 24
 MAX_ROWS = 20
@@ -20,7 +20,7 @@ MAX_BARS = 400
 BINS = 500
 BOTH = "#1f2933"
 
-_ORDER = (ROLLOUT, TRAIN, SYNC, EVALUATE, PAUSE, metrics.CHECKPOINT, metrics.WAIT)
+_ORDER = (ROLLOUT, TRAIN, SYNC, EVALUATE, PAUSE, CHECKPOINT, WAIT)
 _SHARES = {
     "both": ("training and rollout at once", BOTH),
     "train": ("training alone", KIND_COLOURS[TRAIN]),
@@ -124,7 +124,7 @@ def _rows(record: RunRecord, window: Window) -> tuple[list[str], int]:
     totals: dict[str, dict[str, float]] = {}
     for (actor, kind), spans in record.spans.items():
         if len(within := intersect(spans, np.array([window]))):
-            totals.setdefault(actor, {})[kind] = metrics.length_s(within)
+            totals.setdefault(actor, {})[kind] = length_s(within)
     main = {actor: min(kinds, key=lambda k: (-kinds[k], _ORDER.index(k))) for actor, kinds in totals.items()}
     for actor, kinds in totals.items():
         main[actor] = next((k for k in (ROLLOUT, TRAIN) if k in kinds), main[actor])

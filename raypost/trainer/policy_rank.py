@@ -23,6 +23,7 @@ from torch import Tensor
 
 from raypost.config import LOSSES, Config
 from raypost.data.tokenizer import Tokenizer
+from raypost.metrics import GRAD_NORM
 from raypost.packed import PackedGroups
 from raypost.trainer.algorithm.corrections import correct, proximal_logprobs
 from raypost.trainer.algorithm.losses import LossTokens, load_policy_loss, policy_objective, sft_loss
@@ -188,7 +189,7 @@ class PolicyRank(Rank):
             constant_length=loss.constant_length or max(task.max_tokens for task in self._config.tasks),
             beside=self._beside(step, sums),
         )
-        if self._average is not None and "grad_norm" in metrics:
+        if self._average is not None and GRAD_NORM in metrics:
             self._average.update()
         metrics |= sums.reduced(self._engine.device).metrics(self._num_updates)
         return self._finish(step, batch_metrics(batch) | metrics, start)

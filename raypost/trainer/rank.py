@@ -23,9 +23,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from raypost import metrics
 from raypost.config import Config, TrainConfig
 from raypost.errors import LedgerError
-from raypost.metrics import REWARD_MEAN
 from raypost.packed import PackedGroups
 from raypost.trainer.algorithm.losses import sequence_scales
 from raypost.trainer.batch.packing import MicroBatch, PackingRule, micro_batches
@@ -229,10 +229,10 @@ class Rank:
                 norms.append(norm)
             else:
                 self._skip(step, samples + others, "the gradient is not finite")
-        metrics = {"lr": rate, "skipped_steps": float(self._skipped_steps)}
+        figures = {metrics.LEARNING_RATE: rate, metrics.SKIPPED_STEPS: float(self._skipped_steps)}
         if norms:
-            metrics["grad_norm"] = sum(norms) / len(norms)
-        return metrics
+            figures[metrics.GRAD_NORM] = sum(norms) / len(norms)
+        return figures
 
     def _accumulate(self, work: list[_Work], step: int) -> None:
         left = sum(len(one.micros) for one in work)
@@ -249,10 +249,11 @@ class Rank:
                         step, self._rank, first_of(group_names(micro.samples)),
                     )  # fmt: skip
 
-    def _finish(self, step: int, metrics: dict[str, float], start: float) -> dict[str, float]:
+    def _finish(self, step: int, figures: dict[str, float], start: float) -> dict[str, float]:
         """Count the step as trained; `start`: the monotonic time it began."""
         step_s = time.monotonic() - start
-        self._metrics = metrics | {"step_s": step_s, "tokens_per_s": metrics["response_tokens"] / step_s}
+        speed = figures[metrics.RESPONSE_TOKENS] / step_s
+        self._metrics = figures | {metrics.STEP_S: step_s, metrics.TOKENS_PER_S: speed}
         self._step = step
         self._planned = None
         return self._metrics
@@ -291,12 +292,12 @@ def batch_metrics(batch: TrainBatch) -> dict[str, float]:
     """What a batch consists of."""
     samples = batch.samples
     tokens = sum(sample.num_trained for sample in samples)
-    metrics = {"num_samples": float(len(samples)), "response_tokens": float(tokens)}
+    figures = {metrics.NUM_SAMPLES: float(len(samples)), metrics.RESPONSE_TOKENS: float(tokens)}
     if samples:
-        metrics[REWARD_MEAN] = float(np.mean([sample.state.reward for sample in samples]))
-        metrics["response_tokens_mean"] = tokens / len(samples)
-    metrics["left_out"] = float(len(batch.left_out))
-    return metrics
+        figures[metrics.REWARD_MEAN] = float(np.mean([sample.state.reward for sample in samples]))
+        figures[metrics.RESPONSE_TOKENS_MEAN] = tokens / len(samples)
+    figures[metrics.LEFT_OUT] = float(len(batch.left_out))
+    return figures
 
 
 def _by_sample(samples: Sequence[Sample], scales_N: np.ndarray) -> dict[int, float]:

@@ -14,8 +14,8 @@ from ray.actor import ActorHandle
 
 from actors.telemetry import Telemetry
 from raypost.config import Config
-from raypost.metrics import SpanLog
 from raypost.report import files
+from raypost.spans import SpanLog
 from raypost.types import GroupCounts, Span, WorkerStats
 from tests import synthetic_run as run
 

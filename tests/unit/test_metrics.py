@@ -9,8 +9,9 @@ import threading
 import numpy as np
 import pytest
 
-from raypost import metrics
-from raypost.metrics import SpanLog
+from raypost.report import busy_time
+from raypost.report.report_json import median, staleness_histogram, weighted_mean
+from raypost.spans import SpanLog
 from raypost.types import Span
 from tests import synthetic_run as run
 
@@ -126,75 +127,75 @@ def test_interval_arithmetic_agrees_with_counting_slots(seed: int) -> None:
         random_intervals(rng, int(rng.integers(0, 15))),
         random_intervals(rng, int(rng.integers(0, 15))),
     )
-    a, b = metrics.union(raw_a), metrics.union(raw_b)
+    a, b = busy_time.union(raw_a), busy_time.union(raw_b)
     assert (covered(a) == covered(raw_a)).all()
     for made, slots in (
         (a, covered(raw_a)),
-        (metrics.intersect(a, b), covered(raw_a) & covered(raw_b)),
-        (metrics.subtract(a, b), covered(raw_a) & ~covered(raw_b)),
+        (busy_time.intersect(a, b), covered(raw_a) & covered(raw_b)),
+        (busy_time.subtract(a, b), covered(raw_a) & ~covered(raw_b)),
     ):
         assert (covered(made) == slots).all()
-        assert metrics.length_s(made) == slots.sum()
+        assert busy_time.length_s(made) == slots.sum()
         assert (made[1:, 0] > made[:-1, 1]).all(), "a union is sorted and disjoint"
 
 
 def test_busy_fraction_counts_overlapping_spans_of_an_actor_once() -> None:
-    table = metrics.span_table(spans("rollout", (0, 4), (2, 5)))
-    assert metrics.busy_fraction(table, "rollout", np.array([[0.0, 10.0]])) == pytest.approx(0.5)
+    table = busy_time.span_table(spans("rollout", (0, 4), (2, 5)))
+    assert busy_time.busy_fraction(table, "rollout", np.array([[0.0, 10.0]])) == pytest.approx(0.5)
 
 
 def test_busy_fraction_is_the_mean_over_actors_also_over_those_that_never_worked() -> None:
-    table = metrics.span_table(spans("train", (0, 10)) + spans("train", (0, 5), actor="b"))
+    table = busy_time.span_table(spans("train", (0, 10)) + spans("train", (0, 5), actor="b"))
     windows = np.array([[0.0, 10.0]])
-    assert metrics.busy_fraction(table, "train", windows) == pytest.approx(0.75)
-    assert metrics.busy_fraction(table, "train", windows, num_actors=3) == pytest.approx(0.5)
+    assert busy_time.busy_fraction(table, "train", windows) == pytest.approx(0.75)
+    assert busy_time.busy_fraction(table, "train", windows, num_actors=3) == pytest.approx(0.5)
 
 
 def test_nothing_measured_is_none_and_not_zero() -> None:
     empty = np.empty((0, 2))
-    assert metrics.idle_fraction({}, "train", np.array([[0.0, 1.0]])) is None
-    assert metrics.idle_fraction(metrics.span_table(spans("train", (0, 1))), "train", empty) is None
+    assert busy_time.idle_fraction({}, "train", np.array([[0.0, 1.0]])) is None
+    assert busy_time.idle_fraction(busy_time.span_table(spans("train", (0, 1))), "train", empty) is None
 
 
 def test_the_window_opens_with_production_and_closes_with_the_last_train_span() -> None:
-    table = metrics.span_table(
+    table = busy_time.span_table(
         [*run.first_spans(), *run.step_spans(1), *run.step_spans(2), *run.last_spans(2)]
     )
-    windows = metrics.training_windows(table, [(run.START_S, run.START_S + 1000)])
+    windows = busy_time.training_windows(table, [(run.START_S, run.START_S + 1000)])
     assert windows - run.START_S == pytest.approx(np.array([[22.0, 22.0 + 1.0 + 0.75 + 0.5]]))
 
 
 def test_the_time_between_two_sessions_is_no_idle_time() -> None:
-    table = metrics.span_table(
+    table = busy_time.span_table(
         spans("train", (10, 20), (1000, 1010)) + spans("rollout", (8, 20), (999, 1010))
     )
-    windows = metrics.training_windows(table, [(0.0, 50.0), (990.0, 1020.0)])
+    windows = busy_time.training_windows(table, [(0.0, 50.0), (990.0, 1020.0)])
     assert windows.tolist() == [[8.0, 20.0], [999.0, 1010.0]]
-    assert metrics.idle_fraction(table, "train", windows) == pytest.approx(3 / 23)
+    assert busy_time.idle_fraction(table, "train", windows) == pytest.approx(3 / 23)
 
 
 def test_time_shares_add_up_to_the_window_and_count_nothing_twice() -> None:
-    table = metrics.span_table(
+    table = busy_time.span_table(
         spans("train", (0, 4))
         + spans("rollout", (2, 7), (8, 9), actor="b")
         + spans("sync", (3, 8), actor="c")
         + spans("evaluate", (8, 9), actor="d")
     )
-    shares = metrics.time_shares_s(table, np.array([[0.0, 10.0]]))
+    shares = busy_time.time_shares_s(table, np.array([[0.0, 10.0]]))
     assert shares == {"both": 2, "train": 2, "evaluate": 1, "sync": 4, "rollout": 0, "neither": 1}
-    assert metrics.overlap_s(table, np.array([[0.0, 10.0]])) == 2
+    assert busy_time.overlap_s(table, np.array([[0.0, 10.0]])) == 2
 
 
 def test_staleness_histogram_names_empty_values_too() -> None:
-    assert metrics.staleness_histogram([[0, 3], [0]]) == {0: 2, 1: 0, 2: 0, 3: 1}
-    assert metrics.staleness_histogram([]) == {}
+    assert staleness_histogram([[0, 3], [0]]) == {0: 2, 1: 0, 2: 0, 3: 1}
+    assert staleness_histogram([]) == {}
 
 
 def test_median_and_weighted_mean_leave_out_what_is_not_finite() -> None:
-    assert metrics.median([1.0, float("nan"), 3.0]) == 2.0
-    assert metrics.median([]) is None
-    assert metrics.weighted_mean([(10.0, 1.0), (20.0, 3.0), (float("nan"), 5.0)]) == 17.5
-    assert metrics.weighted_mean([(10.0, 0.0)]) is None
+    assert median([1.0, float("nan"), 3.0]) == 2.0
+    assert median([]) is None
+    assert weighted_mean([(10.0, 1.0), (20.0, 3.0), (float("nan"), 5.0)]) == 17.5
+    assert weighted_mean([(10.0, 0.0)]) is None
 
 
 @pytest.mark.parametrize(("kind", "max_staleness", "interval", "bound"), [
@@ -211,6 +212,6 @@ def test_staleness_bound_counts_steps(kind: str, max_staleness: int, interval: i
 
 def test_metrics_and_display_import_no_heavy_library() -> None:
     heavy = ["torch", "transformers", "ray", "vllm", "matplotlib", "tensorboard"]
-    code = f"import sys, raypost.metrics, raypost.report.terminal; print([m for m in {heavy} if m in sys.modules])"
+    code = f"import sys, raypost.spans, raypost.report.terminal; print([m for m in {heavy} if m in sys.modules])"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=30)
     assert (done.stdout.strip(), done.stderr) == ("[]", "")

@@ -17,6 +17,8 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from raypost import metrics
+
 Floats = NDArray[np.float64]
 
 MAX_LAG = 8
@@ -99,38 +101,38 @@ class LagSums:
         rejected_fraction and token_fraction: over all tokens.
         """
         everything = self.sums[:, _TOKENS].sum()
-        metrics: dict[str, float] = {}
+        figures: dict[str, float] = {}
         if not everything:
-            return metrics
-        metrics |= _figures(self.sums.sum(0), self.maxima.max(0), "")
+            return figures
+        figures |= _figures(self.sums.sum(0), self.maxima.max(0), "")
         for lag in np.flatnonzero(self.sums[:, _TOKENS]).tolist():
             sums, maxima = self.sums[lag], self.maxima[lag]
             suffix = f"_lag{lag}"
-            metrics |= _figures(sums, maxima, suffix)
-            metrics[f"token_fraction{suffix}"] = sums[_TOKENS] / everything
+            figures |= _figures(sums, maxima, suffix)
+            figures[metrics.TOKEN_FRACTION + suffix] = sums[_TOKENS] / everything
             name = "" if lag == 0 else suffix
-            metrics[f"logprob_mismatch_max{name}"] = maxima[_MAX_GAP]
-            metrics[f"logprob_mismatch_mean{name}"] = sums[_GAP] / sums[_TOKENS]
-        return {name: float(value) for name, value in metrics.items()}
+            figures[metrics.LOGPROB_MISMATCH_MAX + name] = maxima[_MAX_GAP]
+            figures[metrics.LOGPROB_MISMATCH_MEAN + name] = sums[_GAP] / sums[_TOKENS]
+        return {name: float(value) for name, value in figures.items()}
 
 
 def _figures(sums: Floats, maxima: Floats, suffix: str) -> dict[str, float]:
     tokens, kept = sums[_TOKENS], sums[_KEPT]
     figures = {
-        "rollout_kl": sums[_K1] / tokens,
-        "rollout_kl_k3": sums[_K3] / tokens,
-        "rollout_ratio_mean": sums[_RATIO] / tokens,
-        "rollout_ratio_max": maxima[_MAX_RATIO],
-        "rollout_ratio_min": -maxima[_MIN_RATIO],
-        "effective_sample_size": sums[_RATIO] ** 2 / (tokens * sums[_SQUARE]),
-        "rejected_fraction": 1 - kept / tokens,
+        metrics.ROLLOUT_KL: sums[_K1] / tokens,
+        metrics.ROLLOUT_KL_K3: sums[_K3] / tokens,
+        metrics.ROLLOUT_RATIO_MEAN: sums[_RATIO] / tokens,
+        metrics.ROLLOUT_RATIO_MAX: maxima[_MAX_RATIO],
+        metrics.ROLLOUT_RATIO_MIN: -maxima[_MIN_RATIO],
+        metrics.EFFECTIVE_SAMPLE_SIZE: sums[_RATIO] ** 2 / (tokens * sums[_SQUARE]),
+        metrics.REJECTED_FRACTION: 1 - kept / tokens,
     }
     if kept:
         figures |= {
-            "importance_weight_mean": sums[_WEIGHT] / kept,
-            "clip_fraction": sums[_CLIPPED] / kept,
-            "ratio_mean": sums[_STEP_RATIO] / kept,
-            "ratio_max": maxima[_MAX_STEP_RATIO],
-            "ratio_min": -maxima[_MIN_STEP_RATIO],
+            metrics.IMPORTANCE_WEIGHT_MEAN: sums[_WEIGHT] / kept,
+            metrics.CLIP_FRACTION: sums[_CLIPPED] / kept,
+            metrics.RATIO_MEAN: sums[_STEP_RATIO] / kept,
+            metrics.RATIO_MAX: maxima[_MAX_STEP_RATIO],
+            metrics.RATIO_MIN: -maxima[_MIN_STEP_RATIO],
         }
     return {name + suffix: value for name, value in figures.items()}

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from raypost.metrics import LOSS
+from raypost import metrics
 from raypost.trainer.algorithm.corrections import Correction
 from raypost.trainer.algorithm.losses import LossTerms, LossTokens, ValueTerms
 from raypost.trainer.algorithm.mismatch import LagSums
@@ -88,18 +88,18 @@ class StepSums:
         sft_loss: cross entropy of the supervised tokens, of which there were sft_tokens, in nats a token and without
         its coefficient; absent without examples.
         """
-        metrics = {LOSS: self._sums[_LOSS] / num_minibatches}
+        figures = {metrics.LOSS: self._sums[_LOSS] / num_minibatches}
         if self._sums[_TOKENS]:
-            metrics["policy_loss"] = self._sums[_POLICY] / num_minibatches
-            metrics["entropy"] = self._sums[_ENTROPY] / self._sums[_TOKENS]
+            figures[metrics.POLICY_LOSS] = self._sums[_POLICY] / num_minibatches
+            figures[metrics.ENTROPY] = self._sums[_ENTROPY] / self._sums[_TOKENS]
         if self._sums[_KL]:
-            metrics["reference_kl"] = self._sums[_KL] / self._sums[_KEPT]
-            metrics["kl_loss"] = self._sums[_KL_LOSS] / num_minibatches
+            figures[metrics.REFERENCE_KL] = self._sums[_KL] / self._sums[_KEPT]
+            figures[metrics.KL_LOSS] = self._sums[_KL_LOSS] / num_minibatches
         if self._sums[_SFT_TOKENS]:
-            metrics["sft_loss"] = self._sums[_SFT] / self._sums[_SFT_TOKENS]
-            metrics["sft_tokens"] = self._sums[_SFT_TOKENS]
-        metrics |= self._lags.metrics()
-        return {name: float(value) for name, value in metrics.items() if math.isfinite(value)}
+            figures[metrics.SFT_LOSS] = self._sums[_SFT] / self._sums[_SFT_TOKENS]
+            figures[metrics.SFT_TOKENS] = self._sums[_SFT_TOKENS]
+        figures |= self._lags.metrics()
+        return {name: float(value) for name, value in figures.items() if math.isfinite(value)}
 
 
 _VALUE_LOSS, _COUNT, _VALUE_CLIPPED, _RETURN, _RETURN_SQUARE, _ERROR, _ERROR_SQUARE, _VALUE = range(8)
@@ -132,18 +132,18 @@ class ValueSums:
         """value_loss, value_mean, return_mean, value_clip_fraction, and explained_variance = 1 - Var(return - value) /
         Var(return), which is absent where all returns are equal."""
         count = self._sums[_COUNT]
-        metrics = {"value_loss": self._sums[_VALUE_LOSS] / num_minibatches}
+        figures = {metrics.VALUE_LOSS: self._sums[_VALUE_LOSS] / num_minibatches}
         if count:
-            metrics |= {
-                "value_mean": self._sums[_VALUE] / count,
-                "return_mean": self._sums[_RETURN] / count,
-                "value_clip_fraction": self._sums[_VALUE_CLIPPED] / count,
+            figures |= {
+                metrics.VALUE_MEAN: self._sums[_VALUE] / count,
+                metrics.RETURN_MEAN: self._sums[_RETURN] / count,
+                metrics.VALUE_CLIP_FRACTION: self._sums[_VALUE_CLIPPED] / count,
             }
             variance = self._sums[_RETURN_SQUARE] / count - (self._sums[_RETURN] / count) ** 2
             rest = self._sums[_ERROR_SQUARE] / count - (self._sums[_ERROR] / count) ** 2
             if variance > 1e-12:
-                metrics["explained_variance"] = 1 - rest / variance
-        return {name: float(value) for name, value in metrics.items() if math.isfinite(value)}
+                figures[metrics.EXPLAINED_VARIANCE] = 1 - rest / variance
+        return {name: float(value) for name, value in figures.items() if math.isfinite(value)}
 
 
 def _all_reduce(values: np.ndarray, op: dist.ReduceOp, device: torch.device) -> np.ndarray:

@@ -1,0 +1,92 @@
+"""Spans: when an actor was busy, and with what.
+
+Owns the kinds of spans and how an actor collects its own; what is computed from them is in report/busy_time.py.
+
+Invariant: a SpanLog never holds more than its bound.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+from raypost.types import Span
+
+ROLLOUT, TRAIN, SYNC, EVALUATE = "rollout", "train", "sync", "evaluate"
+WAIT, PAUSE, CHECKPOINT = "wait", "pause", "checkpoint"
+KINDS = (ROLLOUT, TRAIN, SYNC, EVALUATE, WAIT, PAUSE, CHECKPOINT)
+"""Every kind of span."""
+
+MERGE_GAP_S = 0.005
+MAX_SPANS = 20_000
+
+
+@dataclass(slots=True)
+class _Open:
+    kind: str
+    start_s: float
+    end_s: float
+
+
+class SpanLog:
+    """Collects one actor's spans until they are drained. May be used from several threads.
+
+    An interval that starts within `merge_gap_s` of the end of the last one of its kind extends it, so that
+    a stream of short requests is one span. Holds at most `max_spans`; beyond that the oldest goes and
+    `dropped` counts it.
+    """
+
+    def __init__(self, actor: str, merge_gap_s: float = MERGE_GAP_S, max_spans: int = MAX_SPANS) -> None:
+        if max_spans < 1:
+            raise ValueError(f"max_spans must be >= 1, got {max_spans}")
+        self._actor = actor
+        self._merge_gap_s = merge_gap_s
+        self._max_spans = max_spans
+        self._spans: deque[_Open] = deque()
+        self._last: dict[str, _Open] = {}
+        self._lock = threading.Lock()
+        self.dropped = 0
+        """Spans lost because nobody drained them in time."""
+
+    def __len__(self) -> int:
+        return len(self._spans)
+
+    @contextmanager
+    def span(self, kind: str) -> Iterator[None]:
+        """Record the block as one span of `kind`, also when it raises."""
+        start_s, start = time.time(), time.monotonic()
+        try:
+            yield
+        finally:
+            # The wall clock may be set back meanwhile; a duration never is.
+            self.add(kind, start_s, start_s + time.monotonic() - start)
+
+    def add(self, kind: str, start_s: float, end_s: float) -> None:
+        """Record one span (seconds since the epoch). Raises ValueError for an unknown kind."""
+        if kind not in KINDS:
+            raise ValueError(f"span kind {kind!r} is unknown, use one of {', '.join(KINDS)}")
+        end_s = max(start_s, end_s)
+        with self._lock:
+            last = self._last.get(kind)
+            if last is not None and last.start_s <= start_s <= last.end_s + self._merge_gap_s:
+                last.end_s = max(last.end_s, end_s)
+                return
+            self._last[kind] = _Open(kind, start_s, end_s)
+            self._spans.append(self._last[kind])
+            if len(self._spans) > self._max_spans:
+                oldest = self._spans.popleft()
+                self.dropped += 1
+                if self._last.get(oldest.kind) is oldest:
+                    del self._last[oldest.kind]
+
+    def drain(self) -> list[Span]:
+        """All spans since the last call, in the order of their first instant recorded."""
+        with self._lock:
+            spans = self._spans
+            self._spans = deque()
+            self._last.clear()
+        return [Span(actor=self._actor, kind=s.kind, start_s=s.start_s, end_s=s.end_s) for s in spans]
