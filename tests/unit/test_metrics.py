@@ -212,6 +212,8 @@ def test_staleness_bound_counts_steps(kind: str, max_staleness: int, interval: i
 
 def test_metrics_and_display_import_no_heavy_library() -> None:
     heavy = ["torch", "transformers", "ray", "vllm", "matplotlib", "tensorboard"]
-    code = f"import sys, raypost.spans, raypost.report.terminal; print([m for m in {heavy} if m in sys.modules])"
+    code = (
+        f"import sys, raypost.spans, raypost.report.terminal; print([m for m in {heavy} if m in sys.modules])"
+    )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=30)
     assert (done.stdout.strip(), done.stderr) == ("[]", "")
