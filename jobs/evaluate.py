@@ -40,7 +40,7 @@ from raypost.config import Config, load_config
 from raypost.errors import ClusterError, ConfigError, RaypostError, StoppedError
 from raypost.plan import plan
 from raypost.plan.checks import model_problems, source_problems
-from raypost.plan.resources import describe, place
+from raypost.plan.cluster import describe, place
 from raypost.report.files import write_json
 from raypost.report.report_json import package_versions, recipe_digest
 from raypost.report.terminal import scores_table

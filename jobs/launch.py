@@ -31,7 +31,7 @@ from actors.training.group import TrainerGroup
 from actors.training.worker import CONCURRENCY_GROUPS, TrainerWorker
 from raypost.config import Config
 from raypost.plan import plan
-from raypost.plan.resources import Bundle, shared_devices
+from raypost.plan.cluster import Bundle, shared_devices
 
 CALL_TIMEOUT_S = 60.0
 """Deadline of small calls between roles."""

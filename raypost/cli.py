@@ -27,7 +27,7 @@ from rich.table import Table
 from raypost import metrics
 from raypost.config import Config, load_config
 from raypost.errors import ConfigError, RaypostError
-from raypost.plan.resources import ClusterResources
+from raypost.plan.cluster import ClusterResources
 from raypost.report.formatting import length_bias
 
 app = typer.Typer(no_args_is_help=True, pretty_exceptions_enable=False, add_completion=False)

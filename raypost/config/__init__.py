@@ -12,6 +12,7 @@ from raypost.config.algorithm import (
     LossConfig,
     SftConfig,
 )
+from raypost.config.resources import ConfigModel, EnginePoolConfig, PoolConfig, WorkerPoolConfig
 from raypost.config.run import (
     BufferConfig,
     CheckpointConfig,
@@ -26,9 +27,7 @@ from raypost.config.run import (
 )
 from raypost.config.tasks import (
     AgentLoopConfig,
-    ConfigModel,
     JudgeConfig,
-    PoolConfig,
     SourceConfig,
     StrategyConfig,
     TaskConfig,
@@ -47,6 +46,7 @@ __all__ = [
     "ConfigModel",
     "CorrectionConfig",
     "CriticConfig",
+    "EnginePoolConfig",
     "EvalConfig",
     "JudgeConfig",
     "KlConfig",
@@ -64,6 +64,7 @@ __all__ = [
     "SyncConfig",
     "TaskConfig",
     "TrainConfig",
+    "WorkerPoolConfig",
     "load_config",
     "parse_config",
 ]

@@ -11,7 +11,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
-from raypost.config.tasks import ConfigModel, PoolConfig
+from raypost.config.resources import ConfigModel, PoolConfig
 
 KlKind = Literal["k1", "k2", "k3"]
 Level = Literal["token", "sequence", "geometric"]

@@ -15,7 +15,8 @@ import yaml
 from pydantic import Field, ValidationError, model_validator
 from pydantic_core import ErrorDetails
 
-from raypost.config.tasks import ConfigModel, PoolConfig, TaskConfig
+from raypost.config.resources import ConfigModel, EnginePoolConfig, PoolConfig
+from raypost.config.tasks import TaskConfig
 from raypost.config.train import TrainConfig
 from raypost.errors import ConfigError
 from raypost.pause import PauseMode
@@ -52,17 +53,9 @@ class RewardModelConfig(PoolConfig):
     """Compute threads of an engine on CPU."""
 
 
-class RolloutConfig(ConfigModel):
+class RolloutConfig(EnginePoolConfig):
     """The rollout pool and its engines."""
 
-    num_workers: Annotated[int, Field(ge=1)] = 1
-    """Engines, one actor each."""
-    tensor_parallel_size: Annotated[int, Field(ge=1)] = 1
-    """GPUs an engine."""
-    num_cpus: Annotated[float, Field(gt=0)] = 1
-    """Cores Ray reserves a worker."""
-    resources: dict[str, float] = Field(default_factory=dict)
-    """Custom Ray resources a worker needs, for instance {"rollout": 1}."""
     pools: tuple[PoolConfig, ...] = ()
     """Further engines that production uses, on other nodes or placement groups."""
     threads: Annotated[int, Field(ge=1)] = 1

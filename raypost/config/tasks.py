@@ -5,13 +5,10 @@ from __future__ import annotations
 import re
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import Field, model_validator
 
+from raypost.config.resources import ConfigModel
 from raypost.staleness import stale_threshold
-
-
-class ConfigModel(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True, allow_inf_nan=False)
 
 
 class SourceConfig(ConfigModel):
@@ -108,21 +105,6 @@ class StrategyConfig(ConfigModel):
         """Staleness in train steps from which a group is expired; None: no group ever is."""
         periods = self.bound_periods
         return None if periods is None else stale_threshold(periods, sync_weights_interval)
-
-
-class PoolConfig(ConfigModel):
-    """Further engines, placed by needs of their own; what is not said here is as in `rollout`."""
-
-    name: Annotated[str, Field(pattern=r"^[a-z0-9][a-z0-9-]{0,31}$")]
-    """Its workers are `rollout-<name>-0` and so on."""
-    num_workers: Annotated[int, Field(ge=1)] = 1
-    """Engines, one actor each."""
-    tensor_parallel_size: Annotated[int, Field(ge=1)] = 1
-    """GPUs an engine."""
-    num_cpus: Annotated[float, Field(gt=0)] = 1
-    """Cores Ray reserves a worker."""
-    resources: dict[str, float] = Field(default_factory=dict)
-    """Custom Ray resources a worker needs."""
 
 
 class JudgeConfig(ConfigModel):

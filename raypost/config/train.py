@@ -7,20 +7,14 @@ from typing import Annotated, Literal
 from pydantic import Field, model_validator
 
 from raypost.config.algorithm import AdvantageConfig, CorrectionConfig, LossConfig, SftConfig
-from raypost.config.tasks import ConfigModel
+from raypost.config.resources import ConfigModel, WorkerPoolConfig
 
 
-class CriticConfig(ConfigModel):
+class CriticConfig(WorkerPoolConfig):
     """The critic: a model with a value head, trained beside the policy by a trainer group of its own."""
 
     name: str | None = None
     """A local Hugging Face folder or a hub id; null: what the policy starts from."""
-    num_workers: Annotated[int, Field(ge=1)] = 1
-    """Ranks, one actor each."""
-    num_cpus: Annotated[float, Field(gt=0)] = 1
-    """Cores Ray reserves a rank."""
-    resources: dict[str, float] = Field(default_factory=dict)
-    """Custom Ray resources a rank needs."""
     zero_stage: Annotated[int, Field(ge=0, le=3)] = 1
     learning_rate: Annotated[float, Field(gt=0)] = 1e-5
 
@@ -38,18 +32,12 @@ class LoraConfig(ConfigModel):
     weights, adapters added by the trainer."""
 
 
-class TrainConfig(ConfigModel):
+class TrainConfig(WorkerPoolConfig):
     """The trainer group and the optimisation."""
 
     num_steps: Annotated[int, Field(ge=1)]
     batch_size: Annotated[int, Field(ge=1)]
     """Groups a train step, over all tasks."""
-    num_workers: Annotated[int, Field(ge=1)] = 1
-    """Ranks, one actor each."""
-    num_cpus: Annotated[float, Field(gt=0)] = 1
-    """Cores Ray reserves a rank."""
-    resources: dict[str, float] = Field(default_factory=dict)
-    """Custom Ray resources a rank needs, for instance {"trainer": 1}."""
     threads: Annotated[int, Field(ge=1)] = 1
     """Compute threads of a rank on CPU."""
     zero_stage: Annotated[int, Field(ge=0, le=3)] = 1

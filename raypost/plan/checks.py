@@ -22,7 +22,7 @@ from raypost.errors import ConfigError
 from raypost.judges.reward_model import check_reward_model
 from raypost.models import tiny
 from raypost.models.resolve import SMOLLM2, TINY, check_model
-from raypost.plan.resources import engine_sections
+from raypost.plan.cluster import engine_sections
 from raypost.trainer.batch.sft import check_examples
 
 CONFIG_FILE = "config.yaml"

@@ -1,7 +1,7 @@
 """What a configuration means before anything starts: its placement, its bounds, and why it cannot work.
 
 Owns the arithmetic and the warnings; what refuses a configuration is in config.py (the file alone decides),
-checks.py (model, data, run folder) and resources.py (cluster). Both `raypost plan` and every job call
+checks.py (model, data, run folder) and cluster.py (cluster). Both `raypost plan` and every job call
 `check`. Nothing is written and nothing started.
 """
 
@@ -22,7 +22,7 @@ from raypost.plan.checks import (
     run_dir_problems,
     source_problems,
 )
-from raypost.plan.resources import (
+from raypost.plan.cluster import (
     Bundle,
     ClusterResources,
     bundles,

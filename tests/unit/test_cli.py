@@ -19,7 +19,7 @@ from typer.testing import CliRunner
 from raypost import cli
 from raypost.errors import ClusterError, ConfigError
 from raypost.ledger.ledger import LEDGER_FILE, Ledger
-from raypost.plan.resources import ClusterResources
+from raypost.plan.cluster import ClusterResources
 from raypost.types import GroupCounts
 from tests.factories import everything_below, plain_config
 

@@ -25,6 +25,8 @@ BAD = [
         ["tasks.0.judge.zzz", "known: kind, reward_model, answer_pattern"],
     ),
     (plain_config(zzz=1), ["zzz: unknown key", "known: name, runs_dir, seed"]),
+    (plain_config(train__resources={"trainer": 0}), ["train.resources.trainer", "greater than 0", "got 0"]),
+    (plain_config(eval__pool={"name": "a", "resources": {"x": 0}}), ["eval.pool.resources.x", "got 0"]),
     (plain_config(train__batch_size="many"), ["train.batch_size", "valid integer", "got 'many'"]),
     (plain_config(train__batch_size=2.5), ["train.batch_size", "2.5"]),
     (plain_config(train=None), ["train", "got None"]),

@@ -22,7 +22,7 @@ from raypost.checkpoint import CheckpointDir
 from raypost.config import StrategyConfig
 from raypost.errors import CheckpointError, ProductionError
 from raypost.packed import unpack_groups
-from raypost.plan.resources import ClusterResources, shortages
+from raypost.plan.cluster import ClusterResources, shortages
 from raypost.production.allocation import allocate
 from raypost.production.pending import PendingGroup
 from raypost.production.progress import ProduceProgress

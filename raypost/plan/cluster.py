@@ -18,7 +18,7 @@ from typing import Any
 
 import yaml
 
-from raypost.config import Config, CriticConfig, PoolConfig, RolloutConfig, TrainConfig
+from raypost.config import Config, EnginePoolConfig, PoolConfig, RolloutConfig, WorkerPoolConfig
 from raypost.errors import ClusterError, ConfigError
 
 Resources = Mapping[str, float]
@@ -123,7 +123,7 @@ def bundles(config: Config) -> list[Bundle]:
     shared = config.placement == "colocate"
     # Ray counts a device that several actors share in parts.
     gpus = {} if config.device == "cpu" else {"GPU": (round(1 / (3 if critic else 2), 3) if shared else 1)}
-    ranks: list[tuple[str, TrainConfig | CriticConfig]] = [("trainer", config.train)]
+    ranks: list[tuple[str, WorkerPoolConfig]] = [("trainer", config.train)]
     if critic:
         ranks.append(("critic", critic))
     return [
@@ -149,9 +149,7 @@ def bundles(config: Config) -> list[Bundle]:
     ]
 
 
-def _engines(
-    role: str, of: RolloutConfig | PoolConfig, config: Config, part: float | None = None
-) -> list[Bundle]:
+def _engines(role: str, of: EnginePoolConfig, config: Config, part: float | None = None) -> list[Bundle]:
     """The workers of one pool; `part`: of a GPU, where each shares one."""
     gpus = {} if config.device == "cpu" else {"GPU": part or of.tensor_parallel_size}
     pool = of.name if isinstance(of, PoolConfig) else ""
@@ -181,25 +179,21 @@ def shared_devices(config: Config) -> list[dict[str, float]]:
 
 
 def name_problems(config: Config) -> list[str]:
-    """Custom resources that are none."""
+    """Return what is wrong with the names of custom resources and pools."""
     problems = []
     for section, of in _sections(config).items():
-        for name, amount in of.resources.items():
+        for name in of.resources:
             if name in _OWN_FIELDS:
                 own = _OWN_FIELDS[name]
                 fix = f"set {section}.{own}" if own in type(of).model_fields else "remove it"
                 problems.append(f"{section}.resources names {name}, which is no custom resource: {fix}")
-            elif amount <= 0:
-                problems.append(
-                    f"{section}.resources asks for {amount:g} {name!r}: use more than 0, or remove it"
-                )
     names = [pool.name for pool in (*config.rollout.pools, *([config.eval.pool] if config.eval.pool else []))]
     if len(set(names)) != len(names):
         problems.append(f"rollout.pools and eval.pool need different names, got {names}: rename one")
     return problems
 
 
-def engine_sections(config: Config) -> dict[str, RolloutConfig | PoolConfig]:
+def engine_sections(config: Config) -> dict[str, EnginePoolConfig]:
     """Where the configuration describes engines, by the place of that part."""
     pools: dict[str, PoolConfig | None] = {
         **{f"rollout.pools.{n}": pool for n, pool in enumerate(config.rollout.pools)},
@@ -210,7 +204,7 @@ def engine_sections(config: Config) -> dict[str, RolloutConfig | PoolConfig]:
     return {"rollout": config.rollout} | {place: pool for place, pool in pools.items() if pool is not None}
 
 
-def _sections(config: Config) -> dict[str, RolloutConfig | PoolConfig | TrainConfig | CriticConfig]:
+def _sections(config: Config) -> dict[str, WorkerPoolConfig]:
     """Where the configuration asks for resources, by the place of that part."""
     critic = {} if config.train.critic is None else {"train.critic": config.train.critic}
     return {**engine_sections(config), "train": config.train, **critic}

@@ -1,0 +1,42 @@
+"""How many workers a part of the run has, and what the cluster reserves for each of them.
+
+Every part that has actors of its own inherits its fields from here: `rollout`, its pools, reward models, `train` and
+the critic. How much that is in all, and whether a cluster has it, is in plan/cluster.py.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+from pydantic import BaseModel, ConfigDict, Field
+
+
+class ConfigModel(BaseModel):
+    """Base of all parts of a configuration: frozen, without unknown keys, infinities or NaN."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True, allow_inf_nan=False)
+
+
+class WorkerPoolConfig(ConfigModel):
+    """Workers of one kind, one actor each."""
+
+    num_workers: Annotated[int, Field(ge=1)] = 1
+    """Number of workers: engines, or ranks of a trainer."""
+    num_cpus: Annotated[float, Field(gt=0)] = 1
+    """CPU cores that Ray reserves for each worker."""
+    resources: dict[str, Annotated[float, Field(gt=0)]] = Field(default_factory=dict)
+    """Amounts of custom Ray resources that each worker needs on its node, for instance {"rollout": 1}."""
+
+
+class EnginePoolConfig(WorkerPoolConfig):
+    """Workers with an inference engine each."""
+
+    tensor_parallel_size: Annotated[int, Field(ge=1)] = 1
+    """GPUs of each engine, which split its model."""
+
+
+class PoolConfig(EnginePoolConfig):
+    """Further engines with a placement of their own; what is not set here is as in `rollout`."""
+
+    name: Annotated[str, Field(pattern=r"^[a-z0-9][a-z0-9-]{0,31}$")]
+    """Name of the pool, which its workers carry: `rollout-<name>-0` and so on."""
