@@ -67,6 +67,11 @@ def size(nbytes: float | None) -> str:
     return f"{nbytes / 1e9:.2f} GB" if nbytes >= 1e9 else f"{nbytes / 1e6:.0f} MB"
 
 
+def bound(value: int | None) -> str:
+    """Return `bound 4`, or `no bound` for None."""
+    return "no bound" if value is None else f"bound {value}"
+
+
 def change(before: float | None, after: float | None) -> str:
     """+0.56, or nothing unless both are known."""
     return "" if before is None or after is None else f"{after - before:+.2f}"

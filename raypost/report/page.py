@@ -13,6 +13,7 @@ import yaml
 from raypost import metrics
 from raypost.report.formatting import (
     MISSING,
+    bound,
     change,
     count,
     interval,
@@ -80,14 +81,14 @@ def _notes(report: Mapping[str, Any]) -> str:
 
 def _tiles(report: Mapping[str, Any]) -> list[tuple[str, str, str, bool]]:
     """(label, figure, small print, whether it is bad)."""
-    groups, bound, worst = report["groups"], report["staleness_bound"], report["staleness_max"]
+    groups, limit, worst = report["groups"], report["staleness_bound"], report["staleness_max"]
     before, after = report["eval_before"], report["eval_after"]
     learnt = score(after) if before is None else f"{score(before)} → {score(after)}"
     gained = change(before, after)
     gained = f"{gained} on problems never trained on" if gained else "not measured twice"
     if report["eval_after_interval"] is not None:
         gained += f"; {percent(report['eval_confidence'])} interval {interval(report['eval_after_interval'])}"
-    mean = f"mean {number(report['staleness_mean'], 2)}, bound {'none' if bound is None else bound}"
+    mean = f"mean {number(report['staleness_mean'], 2)}, {bound(limit)}"
     overlap = f"both worked for {seconds(report['overlap_s'])} of {seconds(report['window_s'])}"
     canary = report["canary_difference_max"]
     return [
@@ -96,7 +97,7 @@ def _tiles(report: Mapping[str, Any]) -> list[tuple[str, str, str, bool]]:
         ("Groups trained", f"{groups['trained']:,}", f"of {groups['sampled']:,} sampled; {groups['lost']} lost",
          groups["lost"] != 0),
         ("Largest staleness", number(worst, 1) if worst is None else str(worst), mean,
-         worst is not None and bound is not None and worst > bound),
+         worst is not None and limit is not None and worst > limit),
         ("Trainer idle", percent(report["trainer_idle_fraction"]), overlap, False),
         ("Rollout idle", percent(report["rollout_idle_fraction"]),
          f"{number(report['tokens_per_s'])} tokens/s produced", False),

@@ -26,6 +26,7 @@ from raypost import metrics
 from raypost.config import Config, EvalConfig
 from raypost.report.formatting import (
     MISSING,
+    bound,
     change,
     clock,
     length_bias,
@@ -247,7 +248,7 @@ def report_text(report: Mapping[str, Any], run_dir: Path) -> str:
         ("steps", f"{report['steps']} of {report['num_steps']} in {seconds(report['wall_s'])}, "
                   f"{seconds(report['step_s_median'])} each"),
         ("groups", f"{groups['sampled']} sampled = {' + '.join(fates) or 0}; {groups['lost']} lost"),
-        ("staleness", f"at most {MISSING if worst is None else worst} ({_bound_text(report['staleness_bound'])}), "
+        ("staleness", f"at most {MISSING if worst is None else worst} ({bound(report['staleness_bound'])}), "
                       f"mean {number(report['staleness_mean'], 2)}"),
         ("idle", f"trainer {percent(report['trainer_idle_fraction'])}, rollout "
                  f"{percent(report['rollout_idle_fraction'])}; both busy {seconds(report['overlap_s'])} of "
@@ -268,7 +269,3 @@ def report_text(report: Mapping[str, Any], run_dir: Path) -> str:
 
 def _s(count: int) -> str:
     return "s" if count != 1 else ""
-
-
-def _bound_text(bound: int | None) -> str:
-    return "no bound" if bound is None else f"bound {bound}"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import re
 import tracemalloc
@@ -14,8 +15,10 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from raypost.config import load_config
 from raypost.ledger.ledger import LEDGER_FILE, Ledger
+from raypost.plan import schedule
 from raypost.report import files, writer
 from raypost.report.report_json import recipe_digest
+from raypost.report.terminal import RunDisplay, report_text
 from raypost.report.writer import RunWriter, rebuild
 from raypost.types import GroupCounts, Span, Status
 from tests import synthetic_run as run
@@ -247,6 +250,33 @@ def test_a_run_that_failed_before_its_first_step_has_a_report_without_figures(
     assert (report["status"], report["error"], report["steps"]) == ("failed", "ClusterError: no cores", 0)
     for name in ("eval_before", "eval_after", "staleness_max", "trainer_idle_fraction", "sync_s_median"):
         assert report[name] is None
+
+
+@pytest.mark.parametrize(
+    ("hard", "bound", "told", "drawn"),
+    [(4, 4, "staleness at most 4", True), (None, None, "any staleness", False)],
+)
+def test_capacity_admission_is_judged_by_its_hard_bound_everywhere(
+    tmp_path: Path, clock: Clock, hard: int | None, bound: int | None, told: str, drawn: bool
+) -> None:
+    strategy = {"admission": "capacity", "max_staleness": 1, "hard_max_staleness": hard}
+    task = {"source": {"kind": "reasoning_gym", "dataset": "basic_arithmetic"}, "strategy": strategy}
+    config = run.config(tasks=[task])
+    threshold = schedule.bound(config.tasks[0], config).threshold
+    assert threshold == (None if bound is None else bound + 1), "what plan says"
+    recorder = RunWriter(tmp_path, config, started_s=clock.now)
+    write_steps(recorder, clock, 1, 2)
+    recorder.write_step(3, run.metrics(3) | {"staleness": [0, 3], "staleness_max": 3, "staleness_mean": 1.5})
+    report = recorder.finish("finished", None, run.counts())
+    assert (report["staleness_max"], report["staleness_bound"], report["problems"]) == (3, bound, [])
+    name = "no bound" if bound is None else f"bound {bound}"
+    assert f"at most 3 ({name})" in report_text(report, tmp_path)
+    shown = io.StringIO()
+    RunDisplay(config, out=shown).step(3, run.metrics(3) | {"staleness_mean": 1.5})
+    assert told in shown.getvalue() and f"1.5/{'any' if bound is None else bound}" in shown.getvalue()
+    html = (tmp_path / files.REPORT_HTML).read_text()
+    assert f", {name}</div>" in html
+    assert (">bound</text>" in html) is drawn, "the line in the plot of staleness"
 
 
 def write_ledger(folder: Path, trained: list[int], expired: list[int]) -> None:
