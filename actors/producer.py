@@ -16,15 +16,14 @@ import ray
 from actors.remote import ACTOR_ERRORS
 from raypost.checkpoint import CheckpointDir
 from raypost.config import Config
-from raypost.config.imports import load_function
 from raypost.data.prompts import build_source, render
 from raypost.data.sampler import Sampler
 from raypost.data.tokenizer import Tokenizer
 from raypost.ledger.ledger import LEDGER_FILE, Ledger
 from raypost.packed import PackedGroups
 from raypost.pause import PauseMode
+from raypost.production.build import allocation_of, strategy_of
 from raypost.production.producer import Producer, TaskRuntime
-from raypost.production.strategy import build_strategy
 from raypost.protocols import AgentLoop, Buffer, RolloutControl, TakeStatus
 from raypost.spans import SpanLog
 from raypost.types import GroupCounts, Span
@@ -51,19 +50,16 @@ class ProducerActor:
                 tokenizer.eos_ids,
                 config.seed,
             )
-            strategy = build_strategy(task.strategy, config.sync.sync_weights_interval)
-            tasks.append(TaskRuntime(task, sampler, agent_loop, strategy))
+            tasks.append(TaskRuntime(task, sampler, agent_loop, strategy_of(task, config)))
         self._samplers = [task.sampler for task in tasks]
         self._producer = Producer(
             tasks,
             buffer,
             control,
             Ledger(config.run_dir / LEDGER_FILE),
-            batch_size=config.train.batch_size,
+            allocation_of(config),
             pause_timeout_s=config.rollout.pause_timeout_s,
-            pause_mode=config.sync.pause_mode,
             take_timeout_s=config.take_timeout_s,
-            weights=load_function(config.task_weights, "task_weights") if config.task_weights else None,
             retryable=ACTOR_ERRORS,
         )
 

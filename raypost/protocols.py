@@ -17,6 +17,7 @@ from raypost.types import (
     Group,
     GroupKey,
     IntArray,
+    ProduceBatchStatus,
     RolloutState,
     Span,
     Status,
@@ -267,8 +268,7 @@ class ProductionMetrics:
 class TakeStatus:
     """The small half of `take_batch`: what the driver reads."""
 
-    status: str
-    """A ProduceBatchStatus."""
+    status: ProduceBatchStatus
     step: int
     num_groups: int
     """0 when no batch was delivered: sync and ask again for the same step."""

@@ -26,6 +26,7 @@ from raypost.collector.options import PAUSE_TIMEOUT_S, CollectorOptions, check_o
 from raypost.errors import ConfigError, ProductionError
 from raypost.ledger.ledger import Ledger
 from raypost.packed import unpack_groups
+from raypost.production.allocation import Allocation
 from raypost.production.producer import Producer, TaskRuntime
 from raypost.protocols import RolloutControl
 from raypost.types import GroupCounts, RolloutState
@@ -72,9 +73,8 @@ class Collector:
             ReplayBuffer({task.config.name: task.strategy.limits for task in tasks}),
             control,
             self._ledger,
-            batch_size=batch_size,
+            Allocation([task.config for task in tasks], batch_size),
             pause_timeout_s=options.get("pause_timeout_s", PAUSE_TIMEOUT_S),
-            pause_mode=options.get("pause_mode", "abort"),
             take_timeout_s=options.get("take_timeout_s", 3600.0),
             retryable=options.get("retryable", ()),
         )
@@ -214,7 +214,7 @@ class Collector:
         async with self._updating:
             version = self._version + 1 if version is None else version
             try:
-                await self.producer.pause()
+                await self.producer.pause(self._options.get("pause_mode", "abort"))
                 if updater is not None:
                     await self._updates.call(updater, version)
             except BaseException as error:

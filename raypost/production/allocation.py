@@ -49,7 +49,7 @@ class Allocation:
     ) -> None:
         """`function` is given the scheduled weights and returns those that hold."""
         self._tasks = tuple(tasks)
-        self._batch_size = batch_size
+        self.batch_size = batch_size
         self._function = function
 
     def weights(self, step: int) -> dict[str, float]:
@@ -68,6 +68,6 @@ class Allocation:
     def __call__(self, step: int) -> dict[str, int]:
         """Groups by task; every task is in it, possibly with 0. Raises ConfigError if no weight is left."""
         try:
-            return allocate(self._batch_size, self.weights(step))
+            return allocate(self.batch_size, self.weights(step))
         except ConfigError as error:
             raise ConfigError(f"step {step}: {error}") from None

@@ -1,8 +1,8 @@
-"""ProduceContext: what production and consumption share, and every move of a group between its places.
+"""ProduceContext: the state that all of production shares, and every move of a group between its places.
 
-Owns the wiring of tasks, buffer, ledger, progress and pending set, the status of production and its first
-failure. Owns no schedule (producer.py) and no take (take.py). Every method that moves a group is called with
-the pending set's lock held: so at any time the lock is free, each group is in exactly one place.
+Owns the status of production, its version and its first failure, and the moves of groups. Owns neither what is
+started (scheduler.py) nor the consumer's leases (take.py) nor the gate (pausing.py). Every method that moves a
+group is called with the pending set's lock held: whenever the lock is free, each group is in exactly one place.
 
     sampler or buffer --spawn--> pending --receive--> buffer | FILTERED | FAILED | EXPIRED
 """
@@ -12,7 +12,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
-import time
 from collections import Counter
 from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass, field, replace
@@ -23,12 +22,12 @@ from raypost.data.sampler import Sampler
 from raypost.errors import CheckpointError, ProductionError
 from raypost.ledger.ledger import Ledger, group_facts
 from raypost.packed import pack_groups, unpack_groups
-from raypost.production.allocation import Allocation, WeightFunction
+from raypost.production.allocation import Allocation
 from raypost.production.pending import PendingGroup, PendingSet, uninterrupted
 from raypost.production.progress import ProduceProgress
 from raypost.production.strategy import AsyncProduceStrategy, SpawnPlan
 from raypost.protocols import AgentLoop, Buffer, BufferCounts, PutResult
-from raypost.types import Group, GroupKey, ProduceBatchStatus, Status
+from raypost.types import Group, GroupCounts, GroupKey, ProduceBatchStatus, Status
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -75,31 +74,30 @@ class ProduceContext:
     def __init__(
         self,
         tasks: Sequence[TaskRuntime],
-        buffer: Buffer,
+        buffer: Buffer[object],
         ledger: Ledger,
+        allocation: Allocation,
         *,
-        batch_size: int,
-        weights: WeightFunction | None = None,
-        retryable: tuple[type[BaseException], ...] = (),
-        clock: Callable[[], float] = time.monotonic,
+        retryable: tuple[type[BaseException], ...],
+        clock: Callable[[], float],
     ) -> None:
-        """`weights` changes the tasks' scheduled weights. `retryable` errors mean "the process that ran the group
-        died": it is dispatched again."""
+        """See Producer."""
         self.tasks = {task.config.name: task for task in tasks}
-        self.buffer = buffer
         self.ledger = ledger
-        self.batch_size = batch_size
         self.clock = clock
         self.retryable = retryable
         self.pending = PendingSet()
-        allocation = Allocation([task.config for task in tasks], batch_size, weights)
         self.progress = ProduceProgress(self.tasks, allocation)
         self.status = ProduceBatchStatus.UPDATE_WEIGHT_AND_ABORT
         self.version: int | None = None
         """Version that production works with; None until the first resume."""
         self.failure: BaseException | None = None
+        self._buffer = buffer
+        self._refreshed_at = 0
+        """Train step that the buffer's groups were last checked for expiry at."""
         self._dispatches: Counter[GroupKey] = Counter()
         self._failed_in_a_row = 0
+        self._max_failed_in_a_row = max(MIN_FAILED_IN_A_ROW, 4 * allocation.batch_size)
         self._claim = 0
         """Of the last call that moved groups out of the buffer: asked again with it, it gives the same answer."""
 
@@ -110,8 +108,7 @@ class ProduceContext:
             async with self.pending.lock:
                 return await step()
 
-        result: T = await uninterrupted(under_lock())
-        return result
+        return await uninterrupted(under_lock())
 
     def fail(self, error: BaseException) -> None:
         """Production cannot go on; the first failure is the one that is raised."""
@@ -154,13 +151,13 @@ class ProduceContext:
 
     # ---------------------------------------------------------------- starting groups
 
-    async def spawn(self, task: TaskRuntime, plan: SpawnPlan, stock: dict[Status, int]) -> None:
-        """Start what was planned; `stock` are the task's groups in the buffer now. Lock held, gate open."""
+    async def spawn(self, task: TaskRuntime, plan: SpawnPlan, buffered: dict[Status, int]) -> None:
+        """Start what was planned; `buffered` are the task's groups in the buffer now. Lock held, gate open."""
         missing = plan.num_groups
-        sources = [status for status in plan.sources if stock.get(status, 0) > 0]
+        sources = [status for status in plan.sources if buffered.get(status, 0) > 0]
         if missing > 0 and sources:
             self._claim += 1
-            packed = await self.buffer.pop(task.config.name, sources, missing, self._claim)
+            packed = await self._buffer.pop(task.config.name, sources, missing, self._claim)
             for group in unpack_groups(packed) if packed is not None else ():
                 self.ledger.continued(group.key)
                 self._start(task, group, stored=True)
@@ -192,10 +189,10 @@ class ProduceContext:
         results = []
         if kept:
             packed = pack_groups([one.group for one in kept])
-            results = await self.buffer.put(packed, self.progress.next_consumer_step)
+            results = await self._buffer.put(packed, self.progress.next_consumer_step)
         forgotten = [one.entry.key for one in gone if one.entry.stored]
         if forgotten:
-            await self.buffer.drop(forgotten)
+            await self._buffer.drop(forgotten)
         for one in gone:
             self._account_dropped(one)
         for one, result in zip(kept, results, strict=True):
@@ -321,7 +318,7 @@ class ProduceContext:
     def _count_failure(self, key: GroupKey, why: str) -> None:
         log.warning("group %s failed: %s", key, why)
         self._failed_in_a_row += 1
-        limit = max(MIN_FAILED_IN_A_ROW, 4 * self.batch_size)
+        limit = self._max_failed_in_a_row
         if self._failed_in_a_row >= limit:
             self.fail(
                 ProductionError(
@@ -330,12 +327,18 @@ class ProduceContext:
                 )
             )
 
-    # ---------------------------------------------------------------- expiry
+    # ---------------------------------------------------------------- what the buffer holds
 
     async def refresh(self, train_step: int) -> None:
-        """Age the buffer at `train_step` and account for what expired. Lock held."""
+        """Expire what is too old at `train_step`, and account for it. Lock held.
+
+        What is stored later is checked when it is put, so that a step needs to be asked for once.
+        """
+        if train_step == self._refreshed_at:
+            return
         self._claim += 1
-        gone = await self.buffer.refresh(train_step, self._claim)
+        gone = await self._buffer.refresh(train_step, self._claim)
+        self._refreshed_at = train_step
         if gone:
             self.pending.changed.notify()
         for expired in gone:
@@ -346,42 +349,32 @@ class ProduceContext:
                 self._drop(expired.key, Status.EXPIRED)
 
     async def counts(self) -> BufferCounts:
-        """What the buffer holds. Lock held."""
-        return await self.buffer.counts()
+        """Return what the buffer holds. Lock held."""
+        return await self._buffer.counts()
 
-    # ---------------------------------------------------------------- trained, saved, restored
-
-    async def acknowledge(self, step: int) -> None:
-        """The steps up to `step` are trained: their leases end. Idempotent. Lock held.
-
-        Raises ProductionError for a step that was never taken.
-        """
-        if step >= self.progress.next_consumer_step:
-            raise ProductionError(f"step {step} was acknowledged, but never taken; {self.describe()}")
-        await self.buffer.acknowledge(step)
-        self.ledger.trained(step)
+    async def group_counts(self) -> GroupCounts:
+        """Return where every group is. Lock held."""
         self.ledger.flush()
-        self.progress.forget(step)
-        self.pending.changed.notify()  # there is room again
+        counts = await self._buffer.counts()
+        buffered = sum(sum(by_status.values()) for by_status in counts.groups.values())
+        return self.ledger.counts(buffered, len(self.pending))
 
-    async def state_dict(self, model_step: int | None) -> dict[str, Any]:
-        """See Producer.state_dict. Lock held."""
-        if self.pending.gate_open or len(self.pending):
-            raise ProductionError(f"pause with mode abort before saving: {self.describe()}")
-        if model_step is not None:
-            await self.acknowledge(model_step)
+    # ---------------------------------------------------------------- saved, restored
+
+    async def state_dict(self) -> dict[str, Any]:
+        """See Producer.state_dict. Lock held, nothing pending."""
         self.ledger.flush()
         return {
             "version": self.version,
             "progress": self.progress.state_dict(undone=self.ledger.open_leases()),
             "samplers": {name: task.sampler.state_dict() for name, task in self.tasks.items()},
-            "buffer": await self.buffer.state_dict(),
+            "buffer": await self._buffer.state_dict(),
             "ledger": self.ledger.state_dict(),
         }
 
     async def load_state_dict(self, state: dict[str, Any]) -> None:
         """See Producer.load_state_dict. Lock held."""
-        if self.pending.gate_open or len(self.pending):
+        if not self.pending.is_stopped:
             raise CheckpointError(f"pause before restoring: {self.describe()}")
         missing = {"version", "progress", "samplers", "buffer", "ledger"} - set(state)
         if missing:
@@ -390,5 +383,6 @@ class ProduceContext:
         self.progress.load_state_dict(state["progress"])
         for name, task in self.tasks.items():
             task.sampler.load_state_dict(state["samplers"].get(name, {}))
-        await self.buffer.load_state_dict(state["buffer"])
+        await self._buffer.load_state_dict(state["buffer"])
         self.version = state["version"]
+        self._refreshed_at = 0

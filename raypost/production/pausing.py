@@ -1,7 +1,7 @@
-"""How production is stopped: the pool's engines, what is pending, and what does not end.
+"""Pausing: how production is stopped, and how it goes on.
 
-Owns the order of a pause and what becomes of a group that hangs; groups are moved by the ProduceContext. The
-gate is closed before and opened after by the producer.
+Owns the gate's opening and closing, the order and the deadlines of a pause, and what becomes of a group that
+hangs. Groups are moved by the ProduceContext.
 
     abort   engines stop, partial groups come back with their tokens, judges end within their grace period
     wait    engines run to the end of what they have; at the deadline as abort
@@ -14,10 +14,12 @@ import asyncio
 import contextlib
 import logging
 
-from raypost.errors import WaitTimeoutError
+from raypost.errors import ProductionError, WaitTimeoutError
+from raypost.ledger.events import LedgerEvent
 from raypost.pause import PauseDeadlines, PauseMode
 from raypost.production.context import ProduceContext
 from raypost.protocols import RolloutControl
+from raypost.types import ProduceBatchStatus
 
 log = logging.getLogger(__name__)
 
@@ -26,18 +28,66 @@ CANCEL_GRACE_S = 5.0
 
 
 class Pausing:
-    """Stops what the context has in flight."""
+    """Stops what is in flight, and lets production go on."""
 
     def __init__(self, context: ProduceContext, control: RolloutControl, timeout_s: float) -> None:
         """`timeout_s` bounds each of waiting and aborting."""
         self._context = context
         self._control = control
+        self._ledger = context.ledger
+        self._pending = context.pending
         self._timeout_s = timeout_s
         self._resend_s = PauseDeadlines(timeout_s).resend_s
+        self._transition = asyncio.Lock()
 
-    async def stop(self, mode: PauseMode) -> None:
-        """Stop as `mode` says; the gate is closed. What still hangs at the deadline is cancelled and put back as
-        it was when it started. Raises WaitTimeoutError if the pool did not confirm that its engines stopped."""
+    async def pause(self, mode: PauseMode) -> float:
+        """Close the gate and stop as `mode` says; returns the seconds it took. See Producer.pause."""
+        context = self._context
+        started = context.clock()
+        async with self._transition:
+            # First the gate, then the engines: otherwise a new request would meet a stopped engine.
+            await self._pending.close_gate()
+            context.status = ProduceBatchStatus.UPDATE_WEIGHT_AND_ABORT
+            self._ledger.note(LedgerEvent.PAUSING, mode=mode, version=context.version)
+            await self._stop(mode)
+            self._ledger.note(LedgerEvent.PAUSED, mode=mode, version=context.version)
+        seconds = context.clock() - started
+        context.progress.metrics.pause_s += seconds
+        self._ledger.flush()
+        return seconds
+
+    async def resume(self, version: int) -> None:
+        """Start the engines with `version`, then open the gate. See Producer.resume."""
+        context = self._context
+        async with self._transition:
+            if context.version is not None and version < context.version:
+                raise ProductionError(
+                    f"cannot resume with version {version}: version {context.version} was served"
+                )
+            await self._control.resume(version)
+            context.version = version
+            context.status = ProduceBatchStatus.NORMAL
+            self._ledger.note(LedgerEvent.RESUMED, version=version)
+            await self._pending.open_gate()
+
+    async def close(self) -> None:
+        """Cancel everything in flight, for good."""
+        await self._pending.close_gate()
+        tasks = [entry.task for entry in self._pending.all()]
+        for task in tasks:
+            task.cancel()
+        if tasks:
+            await asyncio.wait(tasks, timeout=CANCEL_GRACE_S)
+        for task in tasks:
+            if task.done() and not task.cancelled() and task.exception() is not None:
+                log.warning("%s ended with %r while production was closed", task.get_name(), task.exception())
+        self._ledger.flush()
+
+    async def _stop(self, mode: PauseMode) -> None:
+        """Stop what is in flight; the gate is closed. What still hangs at the deadline is cancelled and put back.
+
+        Raises WaitTimeoutError if the pool did not confirm that its engines stopped.
+        """
         if mode == "wait":
             if all(await self._ask("wait")):
                 return
@@ -52,15 +102,14 @@ class Pausing:
             )
 
     async def _ask(self, mode: PauseMode) -> tuple[bool, bool]:
-        """Ask the pool to stop, again and again, until it confirmed it and nothing is pending; with `keep` its
-        word is enough. (confirmed, drained) at the latest at the deadline."""
-        context, loop = self._context, asyncio.get_running_loop()
-        changed = context.pending.changed
+        """Ask the pool to stop, again and again, until it confirmed it and nothing is pending (`keep`: until it
+        confirmed it); returns (confirmed, drained), at the latest at the deadline."""
+        loop, changed = asyncio.get_running_loop(), self._pending.changed
         deadline, resend_at = loop.time() + self._timeout_s, loop.time()
         confirmed = drained = False
         request: asyncio.Task[bool] | None = None
         try:
-            while not (confirmed and (drained or mode == "keep")) and loop.time() < deadline:
+            while loop.time() < deadline:
                 if request is None and loop.time() >= resend_at:
                     # An abort can miss a request that was on its way: it is sent again until all is drained.
                     request = loop.create_task(self._stop_engines(mode), name="pause the rollout pool")
@@ -70,8 +119,8 @@ class Pausing:
                 if request is not None and request.done():
                     confirmed |= request.result()
                     request = None
-                await context.locked(context.settle)
-                drained = not len(context.pending)
+                await self._context.locked(self._context.settle)
+                drained = not len(self._pending)
                 if confirmed and (drained or mode == "keep"):
                     break
                 until = deadline if request is not None else min(deadline, resend_at)
@@ -84,7 +133,7 @@ class Pausing:
         return confirmed, drained
 
     async def _stop_engines(self, mode: PauseMode) -> bool:
-        """Ask the pool to stop and, to abort, the agent loops to end judging; False if it has to be asked again."""
+        """Ask the pool to stop and, to abort, the agent loops to end judging; returns False to be asked again."""
         loops = {id(task.agent_loop): task.agent_loop for task in self._context.tasks.values()}
         try:
             await self._control.pause(mode)
@@ -101,19 +150,18 @@ class Pausing:
         return True
 
     async def _cancel_and_put_back(self) -> None:
-        context = self._context
-        await context.settle()
-        hanging = context.pending.running()
+        await self._context.settle()
+        hanging = self._pending.running()
         for entry in hanging:
             log.error("group %s did not end within the pause; it is cancelled and put back", entry.key)
             entry.put_back = True
             entry.task.cancel()
         if hanging:
             await asyncio.wait([entry.task for entry in hanging], timeout=CANCEL_GRACE_S)
-        await context.settle()
-        stubborn = context.pending.running()
+        await self._context.settle()
+        stubborn = self._pending.running()
         for entry in stubborn:
             log.error("group %s does not end even when cancelled; it is left behind", entry.key)
-        await context.put_back(stubborn)
+        await self._context.put_back(stubborn)
         for entry in stubborn:
-            context.pending.forget(entry)
+            self._pending.forget(entry)

@@ -84,6 +84,11 @@ class PendingSet:
         """Whether groups may start."""
         return self._gate_open
 
+    @property
+    def is_stopped(self) -> bool:
+        """Whether nothing is in flight and nothing can start."""
+        return not self._gate_open and not self._pending
+
     def num_of(self, task: str) -> int:
         """Groups of one task in flight."""
         return sum(key[0] == task for key in self._pending)

@@ -21,6 +21,7 @@ from raypost.data.sampler import Sampler
 from raypost.errors import StaleWeightsError
 from raypost.ledger.ledger import Ledger
 from raypost.pause import PauseMode
+from raypost.production.allocation import Allocation, WeightFunction
 from raypost.production.producer import Producer, TaskRuntime
 from raypost.production.strategy import build_strategy
 from raypost.protocols import BufferBounds
@@ -223,7 +224,8 @@ class World:
         should_continue: Callable[[int, int], bool] | None = None,
         buffer_call_s: float = 0.0,
         bounds: BufferBounds | None = None,
-        **options: Any,
+        weights: WeightFunction | None = None,
+        take_timeout_s: float = 3600.0,
     ) -> None:
         loop = asyncio.get_running_loop()
         configs = tasks or (task_config(),)
@@ -243,11 +245,11 @@ class World:
             SlowBuffer(self.buffer, buffer_call_s) if buffer_call_s else self.buffer,
             self.pool,
             self.ledger,
-            batch_size=batch_size,
+            Allocation(configs, batch_size, weights),
             pause_timeout_s=pause_timeout_s,
             retryable=(HostDied,),
             clock=loop.time,
-            **options,
+            take_timeout_s=take_timeout_s,
         )
 
     def start(self) -> asyncio.Task[None]:

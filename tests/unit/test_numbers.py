@@ -158,7 +158,7 @@ async def task_without_weight_is_idle() -> None:
     async with producing(world):
         _, packed = await world.producer.take_batch(1)
     assert {one.task for one in unpack_groups(packed)} == {"a"}
-    assert world.producer._context.progress.allocation(1) == {"a": 2, "b": 0}
+    assert world.producer.progress.allocation(1) == {"a": 2, "b": 0}
     assert world.samplers["b"].position == 0
 
 
@@ -248,7 +248,7 @@ async def filtered_group_counts_before_it_is_dropped() -> None:
     world.pool.run = judged  # type: ignore[method-assign]
     async with producing(world):
         await asyncio.sleep(2)
-        window = world.producer._context.progress.metrics
+        window = world.producer.progress.metrics
         assert (window.raw_rewards_sum, window.raw_rewards_count) == (2.0, 3)
         assert (window.filtered_samples, window.produced_samples) == (3, 3)
         assert counts(world.buffer) == {}
@@ -260,7 +260,7 @@ async def failed_group_has_no_reward() -> None:
     world.pool.fate, world.pool.seconds = fate(failed={0}), lambda one: 1 + 99 * one.group_id
     async with producing(world):
         await asyncio.sleep(2)
-        window = world.producer._context.progress.metrics
+        window = world.producer.progress.metrics
         assert (window.failed_samples, window.raw_rewards_count, window.raw_rewards_sum) == (4, 0, 0.0)
 
 
@@ -297,7 +297,7 @@ async def only_new_tokens_are_produced() -> None:
             await world.producer.resume(version)
             await asyncio.sleep(seconds)
             await world.producer.pause()
-            assert world.producer._context.progress.read_metrics().produced_tokens == tokens
+            assert world.producer.progress.read_metrics().produced_tokens == tokens
 
 
 @row(25)
@@ -319,7 +319,7 @@ async def pause_drains_what_is_about_to_end() -> None:
     async with producing(world):
         await asyncio.sleep(0.5)
         assert 0 < await world.producer.pause("wait") <= 2
-        assert len(world.producer._context.pending) == 0
+        assert len(world.producer.pending) == 0
         assert counts(world.buffer) == {COMPLETED: 2}
 
 
@@ -385,7 +385,7 @@ async def take_at_the_bound() -> None:
 @row(31)
 async def take_that_can_never_succeed() -> None:
     world = await stopped_at_the_bound()
-    world.producer._context.progress._allocations[1] = {"default": 20}
+    world.producer.progress._allocations[1] = {"default": 20}
     with pytest.raises(ProductionError) as caught:
         await world.producer.take_batch(1)
     for counter in ("next_consumer_step 1", "target", "consumed", "pending 0", "COMPLETED", "version 0"):
@@ -417,7 +417,7 @@ async def checkpoint_of_step_4() -> None:
         state = CheckpointDir.load_state(found[1], "producer")
     world = World(batch_size=2)
     await world.producer.load_state_dict(state)
-    assert world.producer._context.progress.next_consumer_step == 5
+    assert world.producer.progress.next_consumer_step == 5
     assert (await world.producer.counts()).trained == 8
     async with producing(world, version=4):
         assert (await world.producer.take_batch(5))[0].num_groups == 2

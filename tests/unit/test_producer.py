@@ -153,7 +153,7 @@ def test_take_at_the_bound_is_empty_once_newer_weights_exist_and_keeps_the_data(
         world = await expired_world()
         await world.producer.take_batch(1)
         await asyncio.sleep(100)
-        world.producer._context.progress.metrics.failed_samples = 7
+        world.producer.progress.metrics.failed_samples = 7
         for _ in range(2):
             status, packed = await world.producer.take_batch(2)
             assert (status.status, status.num_groups, packed) == ("expired_batch", 0, None)
@@ -238,7 +238,7 @@ def test_a_batch_that_can_never_come_is_an_error_with_every_counter() -> None:
 
     async def main() -> None:
         world = await expired_world()
-        world.producer._context.progress._allocations[1] = {"default": 20}
+        world.producer.progress._allocations[1] = {"default": 20}
         with pytest.raises(ProductionError) as caught:
             await world.producer.take_batch(1)
         for counter in (
@@ -390,7 +390,7 @@ def test_only_new_tokens_are_counted_as_produced() -> None:
                 await world.producer.resume(version)
                 await asyncio.sleep(seconds)
                 await world.producer.pause()
-                counted.append(world.producer._context.progress.read_metrics().produced_tokens)
+                counted.append(world.producer.progress.read_metrics().produced_tokens)
         assert [tokens // 2 for tokens in counted] == [3, 2, 4]
 
     virtual(main())

@@ -75,7 +75,7 @@ class ProducerMachine(RuleBasedStateMachine):
                 self.take(patience_s=60.0)
                 if self.step > before:
                     break
-            assert self.step == before + 1, self.world.producer._context.describe()
+            assert self.step == before + 1, self.world.producer.progress.state_dict()
 
     def do(self, work: Any) -> Any:
         # Runner.run would handle SIGINT anew each time: of 20,000 calls, a third of the time.
@@ -273,10 +273,10 @@ class ProducerMachine(RuleBasedStateMachine):
     def production_stays_within_its_horizon(self) -> None:
         """What was ever finished for training, or may still be, is bounded by the version alone."""
         groups = self.do(self.world.buffer.counts()).groups
-        in_flight = self.world.producer._context.pending
+        in_flight = self.world.producer.pending
         for task in self.tasks:
             name, strategy = task.name, self.world.strategies[task.name]
-            progress = self.world.producer._context.progress
+            progress = self.world.producer.progress
             assert progress.target_upto[name] <= self.version + strategy.horizon
             share = max(progress.allocation(step)[name] for step in range(1, progress.target_upto[name] + 2))
             ahead = progress.consumed[name] + groups[name].get(Status.COMPLETED, 0) + in_flight.num_of(name)

@@ -320,7 +320,7 @@ def test_a_batch_taken_but_not_in_the_saved_model_is_taken_again() -> None:
             status, _ = await asyncio.wait_for(take_after_sync(after, step), 100)
             assert status.num_groups == 2
         await asyncio.sleep(100)
-        progress = after.producer._context.progress
+        progress = after.producer.progress
         assert sum(progress.consumed.values()) == 2 * 7
 
     virtual(main())
@@ -375,11 +375,11 @@ def versions_of(packed: PackedGroups) -> set[tuple[int, ...]]:
 
 def test_keep_freezes_requests_and_they_go_on_with_the_new_weights() -> None:
     async def main() -> None:
-        world = World(task_config(max_staleness=3), batch_size=2, pause_mode="keep")
+        world = World(task_config(max_staleness=3), batch_size=2)
         world.pool.seconds = lambda one: 4
         async with producing(world):
             await asyncio.sleep(2.5)
-            await world.producer.pause()
+            await world.producer.pause("keep")
             counts = await world.producer.counts()
             assert (counts.in_flight, counts.buffered) == (2, 0)
             await asyncio.sleep(100)
@@ -394,11 +394,11 @@ def test_keep_freezes_requests_and_they_go_on_with_the_new_weights() -> None:
 
 def test_what_is_frozen_comes_back_when_a_checkpoint_must_find_nothing_pending() -> None:
     async def main() -> None:
-        world = World(task_config(max_staleness=3), batch_size=2, pause_mode="keep")
+        world = World(task_config(max_staleness=3), batch_size=2)
         world.pool.seconds = lambda one: 4
         async with producing(world):
             await asyncio.sleep(2.5)
-            await world.producer.pause()
+            await world.producer.pause("keep")
             with pytest.raises(ProductionError, match="mode abort"):
                 await world.producer.state_dict(0)
             await world.producer.pause("abort")
@@ -411,11 +411,11 @@ def test_what_is_frozen_comes_back_when_a_checkpoint_must_find_nothing_pending()
 
 def test_wait_lets_requests_run_to_their_end() -> None:
     async def main() -> None:
-        world = World(task_config(max_staleness=3), batch_size=2, pause_mode="wait")
+        world = World(task_config(max_staleness=3), batch_size=2)
         world.pool.seconds = lambda one: 20
         async with producing(world):
             await asyncio.sleep(2.5)
-            assert 17 <= await world.producer.pause() <= 18.5
+            assert 17 <= await world.producer.pause("wait") <= 18.5
             assert (await world.buffer.counts()).groups["default"] == {Status.COMPLETED: 2}
             assert world.pool.pauses == 1 and world.pool.interrupts == 0
 
@@ -424,11 +424,11 @@ def test_wait_lets_requests_run_to_their_end() -> None:
 
 def test_wait_aborts_what_takes_longer_than_the_deadline() -> None:
     async def main() -> None:
-        world = World(task_config(max_staleness=3), batch_size=2, pause_mode="wait", pause_timeout_s=10.0)
+        world = World(task_config(max_staleness=3), batch_size=2, pause_timeout_s=10.0)
         world.pool.seconds = lambda one: 1 + 99 * (one.group_id == 1)
         async with producing(world):
             await asyncio.sleep(2.5)
-            assert 10 <= await world.producer.pause() <= 12
+            assert 10 <= await world.producer.pause("wait") <= 12
             statuses = (await world.buffer.counts()).groups["default"]
             assert statuses == {Status.COMPLETED: 1, Status.ABORTED: 1}
             assert world.pool.interrupts >= 1

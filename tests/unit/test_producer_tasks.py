@@ -29,7 +29,7 @@ def test_a_task_at_its_bound_does_not_stop_the_others() -> None:
             groups = (await world.buffer.counts()).groups
             assert groups["strict"] == {Status.COMPLETED: 2}
             assert groups["eager"] == {Status.COMPLETED: 8}
-            progress = world.producer._context.progress
+            progress = world.producer.progress
             assert progress.target_upto == {"strict": 1, "eager": 4}
             for step in range(1, 6):
                 status, packed = await train_step(world, step)
@@ -217,7 +217,7 @@ def test_a_round_may_end_early_where_it_is_called_once_a_step() -> None:
             assert status.num_groups == packed.num_groups
             await world.producer.acknowledge(step)
             await world.producer.resume(step)
-        progress = world.producer._context.progress
+        progress = world.producer.progress
         assert progress.target == {"default": 18}
         assert progress.consumed["default"] + progress.waived["default"] == 18
         assert (await world.producer.counts()).lost == 0
@@ -277,7 +277,7 @@ def test_a_trajectory_interrupted_too_often_is_left_alone_until_there_are_enough
             await asyncio.sleep(2.5)
             await world.producer.pause()
             assert (await world.buffer.counts()).groups["default"] == {Status.EXPIRED: 2}
-            assert world.producer._context.progress.metrics.expired_groups == 0
+            assert world.producer.progress.metrics.expired_groups == 0
             await world.producer.resume(1)
             _, packed = await world.producer.take_batch(1)
             assert {one.group_id for one in unpack_groups(packed)} == {2, 3}
@@ -302,7 +302,7 @@ def test_a_pool_that_dies_in_a_put_counts_nothing_twice() -> None:
         running = world.start()
         with pytest.raises(ConnectionError):
             await running
-        assert world.producer._context.progress.metrics.produced_samples == 0
+        assert world.producer.progress.metrics.produced_samples == 0
         await world.producer.pause()
         counts = await world.producer.counts()
         assert (counts.lost, counts.in_flight, counts.buffered) == (0, 0, counts.sampled)

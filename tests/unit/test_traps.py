@@ -62,7 +62,7 @@ def test_the_gate_closes_before_engines_stop_and_opens_after_they_run() -> None:
 
     async def main() -> None:
         world, seen = World(batch_size=1), []
-        pending, pool = world.producer._context.pending, world.pool
+        pending, pool = world.producer.pending, world.pool
         stop, go_on = pool.pause, pool.resume
 
         async def pause(mode: PauseMode = "abort") -> None:
@@ -223,7 +223,7 @@ def test_groups_made_far_ahead_are_as_old_as_the_step_that_takes_them_next() -> 
         world.pool.seconds = lambda one: 1 if one.group_id < 6 else 50
         async with producing(world):
             await asyncio.sleep(10)
-            progress = world.producer._context.progress
+            progress = world.producer.progress
             assert (progress.producer_future_step["default"], progress.next_consumer_step) == (4, 1)
             await asyncio.sleep(100)
             assert (await world.buffer.counts()).groups["default"] == {Status.COMPLETED: 8}
