@@ -9,7 +9,7 @@ SHELL := /bin/bash
 .SHELLFLAGS := -eu -o pipefail -c
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help run test check format lock clean
+.PHONY: help run test check docs format lock clean
 
 RECIPE ?= quickstart
 ARGS ?=
@@ -40,6 +40,10 @@ check: $(INSTALLED)  ## lint, format, types, and who may import whom
 	$(BIN)/ruff format --check
 	$(BIN)/mypy
 	$(BIN)/lint-imports --no-logo
+
+docs: $(INSTALLED)  ## build the documentation into site/, and fail on a broken link or reference
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build -q --strict
+	@echo "Open site/index.html; its search needs a server: $(BIN)/python -m http.server -b 127.0.0.1 -d site"
 
 format: $(INSTALLED)  ## format the code, and fix what ruff can fix
 	$(BIN)/ruff check --fix
@@ -72,5 +76,5 @@ lock:  ## solve pyproject.toml into the lock, with uv
 	  --no-emit-index-url --no-emit-find-links --no-header -q -o $(LOCK)
 
 clean:  ## remove the venv and all caches; runs/ stays
-	rm -rf $(VENV) .venv-uv .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
+	rm -rf $(VENV) .venv-uv site .coverage .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
 	find raypost actors jobs tests bench -name __pycache__ -prune -exec rm -rf {} +

@@ -1,8 +1,7 @@
-"""The acceptance scenarios with numbers, N1 to N50, on raypost's own objects and in its words.
+"""The acceptance scenarios of docs/scenarios.md, N1 to N50, on raypost's own objects.
 
-One row a scenario, one case for each of its numbers. Where raypost differs on purpose from the systems the
-scenarios come from, the row's docstring says so. `ELSEWHERE` names the rows that other tests have, or that
-nothing here can be asked for.
+One row a scenario, one case for each of its numbers. Where raypost differs on purpose from other systems, the
+row's docstring says so. `ELSEWHERE` names the scenarios that another test has, or that cannot be asked for here.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""Traps that no other test springs, and proof that the table of traps in tests/README.md cannot rot.
+"""Traps that no other test covers, and the proof that the tables of tests/README.md and docs/scenarios.md are true.
 
-A trap is a mistake of the systems that raypost replaces; its number is in the table, beside what catches it.
+A trap is a mistake that asynchronous training systems make easily; tests/README.md has each with its number.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from tests.unit.test_numbers import TABLE, names_of, progress_of, strategy
 
 ROOT = Path(__file__).resolve().parents[2]
 README = ROOT / "tests" / "README.md"
+SCENARIOS = ROOT / "docs" / "scenarios.md"
 NUMBERS = {str(number) for number in (*range(1, 76), *range(90, 115))} | {"19a", "19b", "58a", "58b", "58c"}
 REFERENCE = re.compile(r"`([\w/]+\.py)::(\w+)(?:\[N(\d+)\])?`")
 
@@ -52,6 +53,11 @@ def test_every_test_that_the_readme_names_exists() -> None:
     missing = [f"{file}::{name}" for file, name, _ in references if name not in known[file]]
     missing += [f"N{number}" for _, _, number in references if number and int(number) not in TABLE]
     assert missing == []
+
+
+def test_every_acceptance_scenario_is_on_its_page_once_and_in_order() -> None:
+    found = re.findall(r"^\| N(\d+) \| .+ \| .+ \|$", SCENARIOS.read_text(), re.MULTILINE)
+    assert [int(number) for number in found] == list(range(1, 51))
 
 
 # ---------------------------------------------------------------- the pause and its order
