@@ -45,8 +45,9 @@ from actors.producer import ProducerActor
 from actors.remote import Remote, RemotePool
 from actors.replay_buffer import ReplayBufferActor
 from actors.rollout.controller import RolloutController
-from actors.rollout.worker import EngineConfig, RolloutWorker
+from actors.rollout.worker import RolloutWorker
 from raypost.config import Config, parse_config
+from raypost.config.engine import EngineConfig
 from raypost.packed import PackedGroups, join_groups, pack_groups
 from raypost.production.build import buffer_bounds, task_limits
 from raypost.types import GenerateRequest, GenerateResult, Group, RolloutState, SampleParams

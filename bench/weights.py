@@ -23,8 +23,9 @@ import torch
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from actors.rollout.worker import EngineConfig, RolloutWorker
-from raypost.config import LoraConfig
+from actors.rollout.worker import RolloutWorker
+from raypost.config import LoraConfig, RolloutConfig
+from raypost.config.engine import EngineConfig
 from raypost.trainer.model.lora import (
     Weight,
     adapter_factors,
@@ -122,7 +123,14 @@ async def measure(args: argparse.Namespace) -> None:
     model = make_model(args)
     with tempfile.TemporaryDirectory() as folder:
         model.config.save_pretrained(folder)
-        engine = EngineConfig(device=args.device, dtype=args.dtype, max_model_len=128, kv_cache_gb=0.1)
+        engine = EngineConfig(
+            device=args.device,
+            dtype=args.dtype,
+            max_model_len=128,
+            seed=0,
+            sleep_mode=False,
+            rollout=RolloutConfig(kv_cache_gb=0.1),
+        )
         worker = RolloutWorker("rollout-0", folder, engine, worker_index=0)
         await worker.start()
         times = await whole(worker, model, args.repeat)

@@ -12,7 +12,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import ray
@@ -26,10 +26,11 @@ from actors.frozen.reward_model import RewardModelPool, RewardModelWorker, rewar
 from actors.judge import JudgeWorker
 from actors.remote import Remote, RemotePool, within
 from actors.rollout.controller import RolloutController
-from actors.rollout.worker import EngineConfig, RolloutWorker
+from actors.rollout.worker import RolloutWorker
 from actors.training.group import TrainerGroup
 from actors.training.worker import CONCURRENCY_GROUPS, TrainerWorker
 from raypost.config import Config
+from raypost.config.engine import EngineConfig
 from raypost.plan import plan
 from raypost.plan.cluster import Bundle, shared_devices
 
@@ -74,14 +75,13 @@ class Cast:
         parallel = {pool.name: pool.tensor_parallel_size for pool in cfg.rollout.pools}
         if cfg.eval.pool is not None:
             parallel[cfg.eval.pool.name] = cfg.eval.pool.tensor_parallel_size
-        engine = EngineConfig.of(cfg)
         for n, bundle in enumerate(self._bundles(role)):
-            ranks = parallel.get(bundle.pool, engine.tensor_parallel_size)
+            ranks = parallel.get(bundle.pool, cfg.rollout.tensor_parallel_size)
             workers[bundle.name] = self.add(
                 RolloutWorker,
                 bundle.name,
                 model_path,
-                replace(engine, tensor_parallel_size=ranks),
+                EngineConfig.of(cfg, tensor_parallel_size=ranks),
                 n,
                 name=bundle.name,
                 resources=bundle.resources,
@@ -139,7 +139,7 @@ class Cast:
                 self._frozen(RewardModelWorker, bundle, paths[model.name], engine)
             # Before the judge's own deadline, which does not know what it waits for.
             timeout_s = self.cfg.rollout.request_timeout_s
-            pools[model.name] = RewardModelPool(model.name, [b.name for b in own], timeout_s)
+            pools[model.name] = RewardModelPool([b.name for b in own], timeout_s)
         return pools
 
     def _frozen(self, cls: type, bundle: Bundle, *args: Any) -> ActorHandle:

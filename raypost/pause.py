@@ -1,4 +1,13 @@
-"""What the roles that take part in a pause agree on: which mode overrules which, and how their waits nest.
+"""Pause modes and deadlines: which mode overrules which, and how the waits of a pause nest.
+
+    driver        producer.pause(mode)
+    producer      close the gate for new groups -> drain (production/): ask the pool, again every resend_s
+    controller    close the gate for requests -> RolloutWorker.pause on every worker (pool_s)
+    worker        EngineGate.close: the stricter mode holds -> EngineGate.stop (worker_s; "wait" runs out in run_out_s)
+    engine        vLLM's pause_generation: nothing generates when it returns
+
+The answers go the same way back. Which of two modes holds is decided in one place, the worker's EngineGate, which
+every pause reaches and which knows whether its engine runs; the pool keeps the mode that the workers answer.
 
 Owns no state and stops nothing: engines are stopped by the rollout worker, judging by the agent loop.
 """
@@ -9,14 +18,16 @@ from dataclasses import dataclass
 from typing import Literal
 
 PauseMode = Literal["abort", "keep", "wait"]
-"""What a pause does to requests: hand them back with their tokens, freeze them, or let them end."""
+"""How a pause treats open requests: give them back with their tokens, freeze them, or let them end."""
 
 _GENTLEST_FIRST: tuple[PauseMode, ...] = ("wait", "keep", "abort")
 
 
 def stricter(held: PauseMode | None, asked: PauseMode) -> PauseMode:
-    """The mode in force when `asked` reaches somebody whom `held` paused, None: nobody. A pause is never
-    softened: what was frozen or aborted does not run again before a resume."""
+    """Return the mode in force when `asked` follows `held`, which is None if nothing is paused.
+
+    A pause is never softened: what was frozen or aborted does not run again before a resume.
+    """
     return asked if held is None else max(held, asked, key=_GENTLEST_FIRST.index)
 
 

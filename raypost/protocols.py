@@ -95,8 +95,8 @@ class Reference(Protocol):
     """Who computes the frozen reference's logprobs in the stead of the trainer's ranks. Refs are those of the object
     store."""
 
-    async def start(self) -> list[dict[str, Any]]:
-        """Start whatever computes; what each part of it says about itself."""
+    async def start(self) -> Sequence[object]:
+        """Start whatever computes; return what each part of it says about itself."""
         ...
 
     async def compute_ref_logprobs(self, batch_ref: Any) -> Any:

@@ -1,4 +1,4 @@
-"""ReferenceWorker: one engine with the model that training starts from, and ReferenceGroup, all of them as one.
+"""ReferenceWorker: one engine with the model that training starts from. ReferenceGroup: all of them as one.
 
     driver: ReferenceGroup.compute_ref_logprobs(batch_ref) --ref--> every worker: its part of the trajectories
                                                            <--ref-- the first worker: all parts as one column
@@ -7,7 +7,7 @@ Owns which worker computes which trajectories, and that what comes out is the co
 logprobs of the tokens that are trained, 0 elsewhere. The weights come from the model's folder and never change.
 
 An engine gives logprobs at temperature 1 over the whole vocabulary. Tokens sampled otherwise are refused, because
-vLLM applies neither temperature nor cuts to the tokens of a prompt.
+vLLM applies neither temperature nor top_p and top_k to the tokens of a prompt.
 
 Invariant: the driver never opens a batch or a column.
 """
@@ -26,7 +26,8 @@ import numpy as np
 import ray
 from ray.actor import ActorHandle
 
-from actors.frozen.host import FrozenHost
+from actors.engine.life import EngineInfo
+from actors.frozen.worker import FrozenWorker
 from actors.remote import ACTOR_ERRORS, within
 from raypost.config import Config, PoolConfig
 from raypost.config.engine import EngineConfig
@@ -40,33 +41,25 @@ log = logging.getLogger(__name__)
 
 
 def reference_engine(config: Config, pool: PoolConfig) -> EngineConfig:
-    """What the engines of the reference need to know; what the pool does not say is as in `rollout`."""
-    engine = EngineConfig.of(config)
-    return replace(engine, tensor_parallel_size=pool.tensor_parallel_size, sleep_mode=False)
+    """Return the settings of the reference's engines; what the pool does not set is as in `rollout`."""
+    engine = EngineConfig.of(config, tensor_parallel_size=pool.tensor_parallel_size)
+    return replace(engine, sleep_mode=False)
 
 
-class ReferenceWorker:
-    """One engine with the reference. Owns no state, so a call may be made again, of any worker."""
+class ReferenceWorker(FrozenWorker):
+    """One engine with the reference."""
 
     def __init__(self, name: str, model_path: str, engine: EngineConfig, config: Config) -> None:
         """`model_path`: a folder with the model that training starts from."""
-        self._name = name
-        self._config = config
-        self._host = FrozenHost(name, model_path, engine, config.train.logits_mb)
+        super().__init__(name, model_path, engine, config.train.logits_mb)
+        self._run = config
         self._spans = SpanLog(name)
 
-    def __repr__(self) -> str:
-        return self._name
-
-    async def start(self) -> dict[str, Any]:
-        """Start the engine; without this the first call does. {pid, engine_pids, init_s}. Raises RaypostError."""
-        return await self._host.start()
-
     async def compute_ref_logprobs(self, packed: PackedGroups, part: int, parts: int) -> tuple[None, Column]:
-        """A column with the logprobs of this part of the batch's trajectories. Raises RaypostError."""
+        """Return a column with the logprobs of this part of the batch's trajectories. Raises RaypostError."""
         with self._spans.span(TRAIN):
-            engine, train = await self._host.engine(), self._config.train
-            limits = Limits(engine.vocab_size, self._config.max_model_len)
+            engine, train = await self._engine(), self._run.train
+            limits = Limits(engine.vocab_size, self._run.max_model_len)
             batch = plan_batch(packed, train.advantage.smallest_group, train.num_minibatches, limits)
             samples = share(batch.samples, part, parts)
             for sample in samples:
@@ -78,11 +71,11 @@ class ReferenceWorker:
             return None, column
 
     async def _logprobs(self, samples: Sequence[Sample]) -> list[FloatArray]:
-        """Logprob of every token but the first of each sequence, all of them in the engine at once."""
-        engine = await self._host.engine()
+        """Return the logprob of every token but the first of each sequence, all in the engine at once."""
+        engine = await self._engine()
         states = [sample.state for sample in samples]
         sequences = [np.concatenate([state.prompt_ids, state.response_ids]) for state in states]
-        calls = [asyncio.ensure_future(self._host.alive(engine.logprobs(ids))) for ids in sequences]
+        calls = [asyncio.ensure_future(self._alive(engine.logprobs(ids))) for ids in sequences]
         try:
             return list(await asyncio.gather(*calls))
         finally:
@@ -90,20 +83,19 @@ class ReferenceWorker:
                 call.cancel()
 
     async def join(self, *columns: Column) -> tuple[None, Column]:
-        """The columns of all parts as one."""
+        """Return the columns of all parts as one."""
         return None, np.sum(columns, axis=0, dtype=np.float32)
 
     async def drain_spans(self) -> list[Span]:
-        """Time spent computing since the last call."""
+        """Return the time spent computing since the last call."""
         return self._spans.drain()
-
-    async def shutdown(self) -> None:
-        """End the engine's processes. The actor itself is the caller's to end."""
-        self._host.shutdown()
 
 
 def share(samples: Sequence[Sample], part: int, parts: int) -> list[Sample]:
-    """The samples of a part, 0 to `parts` - 1. Every sample is in one part; parts have about equally many tokens."""
+    """Return the samples of a part, 0 to `parts` - 1.
+
+    Every sample is in one part; parts have about equally many tokens.
+    """
     loads = [(0, number) for number in range(parts)]
     mine = []
     for sample in sorted(samples, key=lambda one: one.num_inputs, reverse=True):
@@ -128,8 +120,10 @@ class ReferenceGroup:
     """All workers as one reference. Holds handles only, so it can be passed to other actors."""
 
     def __init__(self, workers: Sequence[ActorHandle], start_timeout_s: float, step_timeout_s: float) -> None:
-        """`workers`: actors of ReferenceWorker. `step_timeout_s`: longest time a batch may take, a worker's restart
-        included."""
+        """`workers`: actors of ReferenceWorker.
+
+        `step_timeout_s`: longest time a batch may take, a worker's restart included.
+        """
         if not workers:
             raise ValueError("a reference needs at least one worker")
         self._workers = list(workers)
@@ -137,15 +131,16 @@ class ReferenceGroup:
         self._step_timeout_s = step_timeout_s
 
     def __repr__(self) -> str:
+        """Return the role's name."""
         return "reference"
 
-    async def start(self) -> list[dict[str, Any]]:
-        """Start all engines; returns what each says about itself."""
+    async def start(self) -> list[EngineInfo]:
+        """Start all engines; return where each runs."""
         starting = asyncio.gather(*(worker.start.remote() for worker in self._workers))
         return list(await within(starting, self._start_timeout_s, "the reference's engines to start"))
 
     async def compute_ref_logprobs(self, batch_ref: ray.ObjectRef) -> ray.ObjectRef:
-        """Logprobs of the batch's trained tokens under the reference, a ref of a Column. Raises RaypostError."""
+        """Return a ref of the Column with the logprobs of the batch's trained tokens. Raises RaypostError."""
         return await within(
             self._column(batch_ref), self._step_timeout_s, "the reference's logprobs of a batch"
         )
@@ -164,8 +159,7 @@ class ReferenceGroup:
         return columns[0] if parts == 1 else await self._call(0, "join", *columns)
 
     async def _call(self, first: int, method: str, *args: Any) -> ray.ObjectRef:
-        """The second return of a call, as a ref, once it is there. A worker that is away makes room for the next; who
-        waits has the deadline."""
+        """Return a ref of a call's second return once it is there; the next worker is asked when one is away."""
         for attempt in itertools.count():
             worker = self._workers[(first + attempt) % len(self._workers)]
             done, result = getattr(worker, method).options(num_returns=2).remote(*args)
@@ -173,19 +167,17 @@ class ReferenceGroup:
                 await done
                 return result
             except ACTOR_ERRORS as error:
-                log.warning(
-                    "reference: %s is made again, of the next worker: %s", method, type(error).__name__
-                )
+                log.warning("reference: %s is repeated on the next worker: %s", method, type(error).__name__)
                 await asyncio.sleep(0.5 * (1 + attempt // len(self._workers)))
         raise AssertionError("unreachable: it tries until it is cancelled")
 
     async def drain_spans(self) -> list[Span]:
-        """What all workers did since the last call."""
+        """Return what all workers did since the last call."""
         drained = await asyncio.gather(*(worker.drain_spans.remote() for worker in self._workers))
         return [span for spans in drained for span in spans]
 
     async def shutdown(self) -> None:
-        """End the engines and the actors, also those that do not answer."""
+        """End the engines and the actors, including those that do not answer."""
         ending = asyncio.gather(
             *(worker.shutdown.remote() for worker in self._workers), return_exceptions=True
         )

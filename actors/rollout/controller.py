@@ -1,19 +1,20 @@
 """RolloutController: the pool of rollout workers as one Generator.
 
-Owns routing, the pause gate of the pool, which worker is in which state, and bringing a dead worker back:
+Owns routing, the pause gate of the pool, the state of every worker, and bringing a dead worker back:
 restart (by Ray), start the engine, load the current weights, and only then serve. Owns no weights but the
 refs of the current version, kept so that a worker that comes back, or wakes without weights, can catch up.
 
     worker:  STARTING -> UP -> DOWN -> (engine started, current version loaded) -> UP
 
-A pool that sleeps has lent its devices to others: no engine is started meanwhile, so a worker that died comes back
-when the pool wakes, which it does with the next `load_weights` or `resume`.
+A pool that sleeps has given its devices to others: no engine is started meanwhile, so a worker that died comes back
+when the pool wakes, which is with the next `load_weights` or `resume`.
 
 Invariants: nothing is routed to a worker that is not UP; an UP worker holds the pool's version, unless the pool
 sleeps, and then it sleeps too; between `pause` and `resume` no worker generates, whatever the mode, and a request
 that comes is an "abort" without tokens. Pause, sleep, resume, weight loads and a worker's return take one lock, so a
-worker that comes back in the middle of a sync cannot serve old weights; it comes back paused as the others are. What
-a dead worker had frozen comes back as an "abort" without tokens and continues elsewhere from the tokens it came with.
+worker that comes back in the middle of a sync cannot serve old weights; it comes back paused as the others are. A
+request that was frozen in a dead worker is an "abort" without tokens too. Which pause overrules which is decided by
+the workers alone; the pool knows the mode in force from their answers.
 """
 
 from __future__ import annotations
@@ -21,14 +22,16 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from collections.abc import Awaitable
 from dataclasses import dataclass, field
+from enum import StrEnum
 from typing import Any
 
 import ray
 from ray.actor import ActorHandle
 
+from actors.engine.life import EngineInfo
 from actors.remote import ACTOR_ERRORS, CallBatches, ManyCalls, within
-from actors.rollout.pool_worker import PoolWorker, WorkerState
 from raypost.config import RolloutConfig
 from raypost.errors import (
     EngineLostError,
@@ -38,7 +41,7 @@ from raypost.errors import (
     WaitTimeoutError,
     WeightError,
 )
-from raypost.pause import PauseDeadlines, PauseMode, stricter
+from raypost.pause import PauseDeadlines, PauseMode
 from raypost.spans import SpanLog
 from raypost.types import (
     FloatArray,
@@ -57,7 +60,40 @@ RECOVERY_TRIES = 5
 MANY_REQUESTS = 64
 """Requests that travel together at most."""
 GONE = (*ACTOR_ERRORS, EngineLostError)
-"""A worker that has to be brought back: it died, or Ray started it again before anybody noticed."""
+"""Errors of a worker that has to be brought back: it died, or Ray has already restarted it without its engine."""
+
+
+class WorkerState(StrEnum):
+    """The state of a worker in the pool."""
+
+    STARTING = "starting"
+    UP = "up"
+    DOWN = "down"
+
+
+@dataclass(slots=True)
+class PoolWorker:
+    """A worker, its state, and its requests, as the pool knows them."""
+
+    name: str
+    handle: ActorHandle
+    spans: SpanLog
+    generate: ManyCalls
+    state: WorkerState = WorkerState.STARTING
+    outstanding: int = 0
+    busy_since: float | None = None
+    """Since when it works on requests without a pause; None while it does not."""
+    restarts: int = 0
+    recovering: asyncio.Task[None] | None = None
+    starting: bool = False
+    """Whether it may have an engine although it is not UP: it is on its way back."""
+
+    def account(self, working: bool) -> None:
+        """Close the interval in which it had requests, and open the next one if it still works on some."""
+        now = time.time()
+        if self.busy_since is not None:
+            self.spans.add("rollout", self.busy_since, now)
+        self.busy_since = now if working and self.outstanding else None
 
 
 @dataclass(slots=True, frozen=True)
@@ -72,6 +108,7 @@ class RolloutController(CallBatches):
     def __init__(
         self, workers: dict[str, ActorHandle], rollout: RolloutConfig, sync_timeout_s: float
     ) -> None:
+        """`sync_timeout_s`: longest time all workers may take to load one version."""
         super().__init__()
         self._rollout = rollout
         self._sync_timeout_s = sync_timeout_s
@@ -84,20 +121,21 @@ class RolloutController(CallBatches):
         self._deadlines = PauseDeadlines(rollout.pause_timeout_s)
         self._paused = True
         self._mode: PauseMode | None = None
-        """Of the pause in force or under way."""
+        """Of the pause in force or under way, as the workers say."""
         self._pausing = False
-        """Whether it is a pause that holds the lock."""
+        """Whether the lock is held by a pause."""
         self._asleep = False
-        """From the call of `sleep`: no engine is started."""
+        """True from the call of `sleep` on: no engine is started."""
         self._failure: Exception | None = None
         self._control = asyncio.Lock()
         self._changed = asyncio.Condition()
 
     def __repr__(self) -> str:
+        """Return the role's name."""
         return "rollout-controller"
 
-    async def start(self) -> list[dict[str, Any]]:
-        """Start all engines at once. Raises what the first failing worker raised, or WaitTimeoutError."""
+    async def start(self) -> list[EngineInfo]:
+        """Start all engines at once. Raises the first failing worker's error, or WaitTimeoutError."""
         infos = await asyncio.gather(*(self._start_engine(worker) for worker in self._workers))
         for worker in self._workers:
             worker.state = WorkerState.UP
@@ -125,7 +163,7 @@ class RolloutController(CallBatches):
         return GenerateResult.nothing("abort")
 
     async def _pick(self, deadline: float) -> PoolWorker | None:
-        """An UP worker; None if the pool was paused while waiting for one."""
+        """Return an UP worker, or None if the pool was paused while waiting for one."""
         up = [worker for worker in self._workers if worker.state is WorkerState.UP]
         if up:
             return min(up, key=lambda worker: worker.outstanding)
@@ -167,28 +205,27 @@ class RolloutController(CallBatches):
         abort) overrules the pause in force, one under way included; a gentler one changes nothing.
         """
         self._paused = True
-        overruled = self._mode
-        self._mode = stricter(self._mode, mode)
-        if self._pausing and self._mode != overruled:
-            # The workers end the pause that holds the lock.
-            await self._pause_workers()
         await self._notify()
+        if self._pausing:
+            # Not behind the lock: if this mode is stricter, the workers end the pause that holds it.
+            await self._stop_workers(mode)
         async with self._control:
             self._paused = True
             self._pausing = True
             try:
-                self._mode = stricter(self._mode, mode)
-                await self._pause_workers()
+                await self._stop_workers(mode)
             finally:
                 self._pausing = False
             for worker in self._workers:
                 worker.account(working=False)
 
-    async def _pause_workers(self) -> None:
-        await self._on_every_up("pause", self._deadlines.pool_s, self._mode)
+    async def _stop_workers(self, mode: PauseMode) -> None:
+        self._mode = self._mode or mode
+        in_force = await self._on_every_up("pause", self._deadlines.pool_s, mode)
+        self._mode = in_force[0] if in_force else self._mode
 
     async def sleep(self, keep_weights: bool) -> None:
-        """Lend the engines' devices to others until the next `load_weights` or `resume`, which wake what they need.
+        """Give the engines' devices to others until the next `load_weights` or `resume`, which wake what they need.
 
         Keys and values are dropped. `keep_weights`: weights stay in main memory; else they are dropped too, and
         `resume` loads the pool's version again unless another was loaded. On CPU the same rules hold, but no memory is
@@ -236,7 +273,7 @@ class RolloutController(CallBatches):
         await self._notify()
 
     async def load_weights(self, manifest: Manifest, buckets: list[ray.ObjectRef]) -> list[WeightReport]:
-        """Load a version into every live worker; what each of them says it holds afterwards. A pool that sleeps wakes.
+        """Load a version into every live worker; return what each says it holds afterwards. A pool that sleeps wakes.
 
         A worker that dies meanwhile catches up when it is back. Raises WeightError if one holds something
         else than was sent, and NoWorkersError if none comes back in time to hold it.
@@ -255,7 +292,7 @@ class RolloutController(CallBatches):
             await self._pick(deadline)
 
     async def _load_every_up(self) -> list[WeightReport]:
-        """The pool's version, into workers that hold another or none."""
+        """Load the pool's version into the workers that hold another or none."""
         assert self._weights is not None, "the pool has a version"
         sent = self._weights
         reports = await self._on_every_up("load_weights", self._sync_timeout_s, sent.manifest, *sent.buckets)
@@ -264,8 +301,10 @@ class RolloutController(CallBatches):
         return reports
 
     async def canary(self, prompt_ids: IntArray) -> list[tuple[str, FloatArray]]:
-        """(worker, logprobs of the prompt's tokens) for every live worker, also while paused. Raises RaypostError
-        while the pool sleeps."""
+        """Return (worker, logprobs of the prompt's tokens) for every live worker, also while paused.
+
+        Raises RaypostError while the pool sleeps.
+        """
         async with self._control:
             if self._asleep:
                 raise RaypostError(
@@ -283,7 +322,7 @@ class RolloutController(CallBatches):
             )
 
     async def _on_every_up(self, method: str, timeout_s: float, *args: Any, named: bool = False) -> list[Any]:
-        """Call every UP worker; those that died are sent to recovery, other errors are raised after all ended."""
+        """Call every UP worker. Those that died are recovered; other errors are raised after all calls ended."""
         up = [worker for worker in self._workers if worker.state is WorkerState.UP]
         calls = [
             within(getattr(worker.handle, method).remote(*args), timeout_s, f"{worker.name}.{method}")
@@ -320,7 +359,7 @@ class RolloutController(CallBatches):
                 await self._bring_back(worker)
                 log.warning("%s serves version %s again", worker.name, self._version)
                 return
-            # Whatever keeps it away: an error that ended this task would leave the pool waiting for it.
+            # Any error: one that ended this task would leave the pool waiting for the worker.
             except Exception as error:
                 log.warning(
                     "%s did not come back (try %d of %d): %s", worker.name, attempt, RECOVERY_TRIES, error
@@ -346,20 +385,21 @@ class RolloutController(CallBatches):
             await self._notify()
 
     async def _until_awake(self, worker: PoolWorker) -> None:
-        # Without a deadline: the devices are lent for as long as whoever let the pool sleep needs them.
+        # Without a deadline: the devices are given away for as long as the trainer needs them.
         if self._asleep:
             log.warning("%s comes back when the pool wakes: its device is lent", worker.name)
         async with self._changed:
             await self._changed.wait_for(lambda: not self._asleep)
 
-    async def _start_engine(self, worker: PoolWorker) -> dict[str, Any]:
+    async def _start_engine(self, worker: PoolWorker) -> EngineInfo:
         timeout_s = self._rollout.start_timeout_s
-        return await within(worker.handle.start.remote(), timeout_s, f"the engine of {worker.name} to start")
+        start: Awaitable[EngineInfo] = worker.handle.start.remote()
+        return await within(start, timeout_s, f"the engine of {worker.name} to start")
 
     async def _catch_up(self, worker: PoolWorker) -> None:
-        if self._mode is not None:
-            pause = worker.handle.pause.remote(self._mode)
-            await within(pause, self._deadlines.pool_s, f"{worker.name} to pause")
+        # Also while the pool serves: a worker that was only out of reach may still serve another version.
+        pause = worker.handle.pause.remote(self._mode or "abort")
+        await within(pause, self._deadlines.pool_s, f"{worker.name} to pause")
         if self._weights is None:
             return
         load = worker.handle.load_weights.remote(self._weights.manifest, *self._weights.buckets)
@@ -375,22 +415,22 @@ class RolloutController(CallBatches):
     # ---------------------------------------------------------------- what can be seen
 
     async def states(self) -> dict[str, str]:
-        """State of every worker by name."""
+        """Return the state of every worker by name."""
         return {worker.name: str(worker.state) for worker in self._workers}
 
     async def stats(self) -> list[WorkerStats]:
-        """Statistics of the live workers."""
+        """Return the statistics of the live workers."""
         return await self._on_every_up("stats", self._rollout.pause_timeout_s)
 
     async def drain_spans(self) -> list[Span]:
-        """Intervals in which each worker had requests, since the last call."""
+        """Return the intervals in which each worker had requests, since the last call."""
         for worker in self._workers:
             if worker.busy_since is not None:
                 worker.account(working=True)
         return [span for worker in self._workers for span in worker.spans.drain()]
 
     async def shutdown(self) -> None:
-        """End recoveries and engines. Workers that do not answer are the caller's to kill."""
+        """End recoveries and engines. Workers that do not answer are killed by the caller."""
         for worker in self._workers:
             if worker.recovering is not None:
                 worker.recovering.cancel()

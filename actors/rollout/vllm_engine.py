@@ -1,4 +1,4 @@
-"""One vLLM AsyncLLM in raypost's terms: requests and results as arrays, versions as numbers.
+"""RolloutEngine: vLLM in raypost's terms, requests and results as arrays, versions as numbers.
 
 Owns the translation to and from vLLM, the sending half of a weight transfer (the receiving half is
 vllm_weights.py), and which of the engine's memory sleeps. Owns no other state: when to pause, load or serve is the
@@ -17,17 +17,13 @@ from typing import Literal
 import numpy as np
 from vllm import SamplingParams
 from vllm.config import WeightTransferConfig
-from vllm.distributed.weight_transfer.base import WeightTransferInitRequest, WeightTransferUpdateRequest
-from vllm.engine.arg_utils import AsyncEngineArgs
-from vllm.exceptions import VLLMClientError
+from vllm.distributed.weight_transfer.base import WeightTransferUpdateRequest
 from vllm.inputs.engine import tokens_input
 from vllm.logprobs import FlatLogprobs
 from vllm.outputs import CompletionOutput, RequestOutput
 from vllm.sampling_params import RequestOutputKind
-from vllm.v1.engine.async_llm import AsyncLLM
-from vllm.v1.engine.exceptions import EngineGenerateError
 
-from actors.engine_life import end_at_once
+from actors.engine.vllm_base import REFUSED, VllmEngine, last_of
 from actors.rollout.vllm_weights import BACKEND, WeightExtension
 from raypost.config.engine import EngineConfig
 from raypost.errors import AlignmentError, WeightError
@@ -43,63 +39,34 @@ from raypost.types import (
 from raypost.weights.manifest import Bytes, Manifest
 
 Memory = Literal["weights", "kv_cache"]
-"""What of the device's memory an engine lends and takes back, as vLLM calls it."""
+"""Parts of the device's memory that an engine gives back while it sleeps, under vLLM's names."""
 
 CANARY_PRIORITY = EVALUATION_PRIORITY - 1
 
-__all__ = ["Engine"]
 
+class RolloutEngine(VllmEngine):
+    """An engine that generates, and whose weights are replaced by the trainer's."""
 
-class Engine:
-    """A started engine. Every method but the constructor belongs to one event loop."""
-
-    def __init__(self, model_path: str, config: EngineConfig, seed: int) -> None:
-        """Start the engine's processes; blocks for seconds. Weights are random until the first load."""
-        on_cpu = config.device == "cpu"
-        self._config = config
+    def __init__(self, model_path: str, config: EngineConfig) -> None:
+        """Start the engine's processes, which blocks for seconds. Weights are random until the first load."""
         self._asleep: set[Memory] = set()
-        self._llm = AsyncLLM.from_engine_args(
-            AsyncEngineArgs(
-                model=model_path,
-                # Weights always come from the trainer, so no time is spent reading others from disk.
-                load_format="dummy",
-                skip_tokenizer_init=True,
-                generation_config="vllm",
-                dtype=config.dtype,
-                seed=seed,
-                max_model_len=config.max_model_len,
-                max_num_seqs=config.max_num_seqs,
-                scheduling_policy="priority",
-                tensor_parallel_size=config.tensor_parallel_size,
-                distributed_executor_backend="uni" if config.tensor_parallel_size == 1 else "mp",
-                enforce_eager=config.enforce_eager,
-                enable_sleep_mode=config.sleep_mode,
-                gpu_memory_utilization=config.gpu_memory_utilization,
-                kv_cache_memory_bytes=int(config.kv_cache_gb * 2**30) if on_cpu else None,
-                # Of the distribution sampled from: log softmax(logits / temperature), as in training.
-                logprobs_mode="processed_logprobs",
-                disable_log_stats=True,
-                weight_transfer_config=WeightTransferConfig(backend=BACKEND),
-                worker_extension_cls=f"{WeightExtension.__module__}.{WeightExtension.__qualname__}",
-            )
+        super().__init__(
+            model_path,
+            config,
+            WeightExtension,
+            # Weights always come from the trainer, so no time is spent reading others from disk.
+            load_format="dummy",
+            scheduling_policy="priority",
+            enable_sleep_mode=config.sleep_mode,
+            # Of the distribution sampled from: log softmax(logits / temperature), as in training.
+            logprobs_mode="processed_logprobs",
+            weight_transfer_config=WeightTransferConfig(backend=BACKEND),
         )
-        self._vocab_size = int(self._llm.model_config.get_vocab_size())
-
-    @property
-    def vocab_size(self) -> int:
-        """A token id from here on would end the engine."""
-        return self._vocab_size
-
-    async def prepare(self) -> list[int]:
-        """Tie the engine's processes to this one; their ids."""
-        me = os.getpid()
-        await self._llm.init_weight_transfer_engine(WeightTransferInitRequest({"owner_pid": me}))
-        families = await self._llm.collective_rpc("process_ids")
-        return sorted({pid for family in families for pid in family} - {me})
 
     async def warm_up(self) -> None:
-        """Generate once: the first generation costs seconds."""
+        """Generate once, because the first generation costs seconds; then pause."""
         await self._run(np.zeros(2, np.int32), _sampling(SampleParams(max_tokens=2)), "warm-up")
+        await self.pause("abort")
 
     async def generate(self, request: GenerateRequest) -> GenerateResult:
         """Run one request to its end or to an abort; a request that vLLM refuses is an "error" result.
@@ -109,17 +76,17 @@ class Engine:
         try:
             sampling = _sampling(request.sample_params)
             final = await self._run(request.token_ids, sampling, request.request_id, request.priority)
-        except (VLLMClientError, EngineGenerateError) as error:
+        except REFUSED as error:
             return GenerateResult.nothing(
                 "error", error=f"{request.request_id}: {error.__cause__ or error!s}"
             )
         return _result(final.outputs[0], request.request_id)
 
     async def prompt_logprobs(self, prompt_ids: IntArray, resume: bool = False) -> FloatArray:
-        """Log softmax of the logits at every token of the prompt but the first; length P - 1.
+        """Return log softmax of the logits at every token of the prompt but the first; length P - 1.
 
-        It goes before everything else in the engine. `resume` resumes a paused engine once it is queued, so
-        that what lies frozen there does not take all the places first; the caller pauses again.
+        The request goes before all others. `resume` resumes a paused engine once the request is queued, so
+        that frozen requests do not take all the places first; the caller pauses again.
         """
         params = SamplingParams(
             max_tokens=1,
@@ -129,13 +96,13 @@ class Engine:
             output_kind=RequestOutputKind.FINAL_ONLY,
         )
         prompt = tokens_input(prompt_ids.tolist())
-        queue = await self._llm.add_request("prompt-logprobs", prompt, params, priority=CANARY_PRIORITY)
+        queue = await self.llm.add_request("prompt-logprobs", prompt, params, priority=CANARY_PRIORITY)
         try:
             if resume:
                 await self.resume()
             final = await queue.get()
         except BaseException:
-            await self._llm.abort(queue.request_id, internal=True)
+            await self.llm.abort(queue.request_id, internal=True)
             raise
         assert isinstance(final, RequestOutput), "a model that generates"
         flat = final.prompt_logprobs
@@ -145,88 +112,76 @@ class Engine:
     async def _run(
         self, token_ids: IntArray, params: SamplingParams, request_id: str, priority: int = 0
     ) -> RequestOutput:
-        final, prompt = None, tokens_input(token_ids.tolist())
-        async for output in self._llm.generate(prompt, params, request_id, priority=priority):
-            final = output
-        assert final is not None, "vLLM ends every request with an output"
-        return final
+        prompt = tokens_input(token_ids.tolist())
+        return await last_of(self.llm.generate(prompt, params, request_id, priority=priority))
 
     async def pause(self, mode: Literal["abort", "keep"], clear_cache: bool = True) -> None:
-        """Abort what is here, or freeze it; then drop all cached keys and values. Later requests queue.
+        """Abort the requests in the engine, or freeze them; then drop all cached keys and values. Later ones queue.
 
-        Returns once the engine is idle. Every step's tokens left the engine with the version they were sampled
-        under before that, so none of them can take on a version that is loaded afterwards.
+        Returns once the engine is idle. Every token has left the engine by then, with the version it was sampled
+        under, so none of them can take on a version that is loaded afterwards.
         """
-        await self._llm.pause_generation(mode=mode, clear_cache=clear_cache)
+        await self.llm.pause_generation(mode=mode, clear_cache=clear_cache)
 
     async def resume(self) -> None:
         """Let requests run again."""
-        await self._llm.resume_generation()
+        await self.llm.resume_generation()
 
     @property
     def asleep(self) -> bool:
-        """Whether any of its memory sleeps."""
+        """Whether any of the engine's memory sleeps."""
         return bool(self._asleep)
 
     async def sleep(self, keep_weights: bool) -> None:
-        """Lend the memory of a paused engine without requests to others.
+        """Give the memory of a paused engine without requests back to the device.
 
         Weights go to main memory, or are forgotten; cached keys and values are dropped. Without
-        `EngineConfig.sleep_mode`, on CPU for instance, nothing is freed, and weights that are forgotten are there but
-        count as none.
+        `EngineConfig.sleep_mode`, on CPU for instance, no memory is freed; weights that are forgotten only count as
+        no version.
         """
         if not keep_weights:
-            await self._llm.collective_rpc("forget_weights")
+            await self.llm.collective_rpc("forget_weights")
         if "weights" not in self._asleep:
             self._asleep = {"weights", "kv_cache"}
             # vLLM's levels: 1 copies the weights to main memory, 2 drops them.
-            await self._llm.sleep(level=1 if keep_weights else 2, mode="abort")
+            await self.llm.sleep(level=1 if keep_weights else 2, mode="abort")
 
     async def wake(self, *memory: Memory) -> None:
-        """Take memory back, all of it unless named. vLLM lets requests run as soon as none sleeps any more."""
+        """Take memory back, all of it unless named. vLLM lets requests run once all of it is awake."""
         woken = [one for one in sorted(self._asleep, reverse=True) if not memory or one in memory]
         if woken:
-            await self._llm.wake_up(list(woken))
+            await self.llm.wake_up(list(woken))
             self._asleep.difference_update(woken)
 
     async def load(self, manifest: Manifest, buckets: Sequence[Bytes]) -> None:
-        """Bring a version into a paused engine. Raises what vLLM raises, the cause in the text.
+        """Load a version into a paused engine. Raises what vLLM raises, the cause in the text.
 
         Frozen requests lose their keys and values, which the old weights made: vLLM preempts them, and when
         they go on, it first runs prompt and response so far through the new weights.
         """
-        bases = set(await self._llm.collective_rpc("held_base"))
+        bases = set(await self.llm.collective_rpc("held_base"))
         # A base that the engine keeps is not copied again.
         first = manifest.base_buckets if manifest.base and bases == {manifest.base} else 0
         with _shared(buckets[first:]) as paths:
             update = {"manifest": manifest.encoded(), "paths": paths}
-            await self._llm.start_weight_update()
-            await self._llm.update_weights(WeightTransferUpdateRequest(update))
-            await self._llm.finish_weight_update(weight_version=str(manifest.version))
-        await self._llm.reset_prefix_cache(reset_running_requests=True)
+            await self.llm.start_weight_update()
+            await self.llm.update_weights(WeightTransferUpdateRequest(update))
+            await self.llm.finish_weight_update(weight_version=str(manifest.version))
+        await self.llm.reset_prefix_cache(reset_running_requests=True)
 
     async def held(self) -> tuple[int, str, bool]:
-        """(version, digest, touched) as the process with the model says. WeightError if ranks differ."""
-        answers = {tuple(answer) for answer in await self._llm.collective_rpc("held_weights")}
+        """Return (version, digest, touched) as the process with the model says. WeightError if ranks differ."""
+        answers = {tuple(answer) for answer in await self.llm.collective_rpc("held_weights")}
         if len(answers) != 1:
             raise WeightError(f"the ranks of one engine hold different weights: {sorted(answers)}")
         return answers.pop()
 
-    @property
-    def is_dead(self) -> bool:
-        """Whether the engine's processes are gone."""
-        return self._llm.errored
-
-    def shutdown(self) -> None:
-        """End the engine's processes."""
-        end_at_once(self._llm)
-
 
 @contextmanager
 def _shared(buckets: Sequence[Bytes]) -> Iterator[list[str]]:
-    """Paths under which another process of this user can map copies of the buckets.
+    """Yield paths under which another process of this user can map copies of the buckets.
 
-    Memory files have no name: whatever ends this process, none of them stays behind.
+    Memory files have no name: none of them stays behind, however this process ends.
     """
     files: list[int] = []
     try:

@@ -11,7 +11,7 @@ worker sends is the manifest and a path of shared memory a bucket; bytes never p
 The base that adapters are added to stays mapped: it is sent, verified and kept once, outside the model.
 
 Invariants: the model is touched only after every byte was verified; `held` is the only record of what the model
-holds, and says nothing unless the model is whole; what is not loaded again has the content that `held` says.
+holds, and is None unless the model is whole; a tensor that is not loaded again has the content that `held` says.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 
-from actors.engine_life import OwnedProcess, end_with
+from actors.engine.life import OwnedProcess
 from raypost.errors import WeightError
 from raypost.weights.low_rank import merged
 from raypost.weights.manifest import Bytes, Manifest, TensorEntry, bytes_of, check_factors, verify
@@ -49,14 +49,7 @@ BACKEND = "raypost"
 
 
 @dataclass
-class OwnerInfo(WeightTransferInitInfo):
-    """Sent once: the process of the rollout worker, without which this one must not go on."""
-
-    owner_pid: int
-
-
-@dataclass
-class PublishedVersion(WeightTransferUpdateInfo):
+class PublishedVersion(WeightTransferUpdateInfo):  # type: ignore[misc]  # mypy does not follow vLLM
     """Sent for each version: its manifest, encoded, and one path a bucket; without those of a base that is held."""
 
     manifest: str
@@ -64,8 +57,8 @@ class PublishedVersion(WeightTransferUpdateInfo):
 
 
 @dataclass(frozen=True, slots=True)
-class Held:
-    """What the model holds: a version, and the content of each tensor that it was loaded from."""
+class LoadedVersion:
+    """The version that the model holds, and the content of each tensor that it was loaded from."""
 
     version: int
     digest: str
@@ -80,10 +73,12 @@ class Base:
     buckets: list[Bytes]
 
 
-class SharedMemoryEngine(WeightTransferEngine[OwnerInfo, PublishedVersion]):
+class SharedMemoryTransfer(
+    WeightTransferEngine[WeightTransferInitInfo, PublishedVersion],  # type: ignore[misc]  # as above
+):
     """Loads versions from shared memory of the same machine."""
 
-    init_info_cls = OwnerInfo
+    init_info_cls = WeightTransferInitInfo
     update_info_cls = PublishedVersion
     supports_draft_weight_update = False
 
@@ -94,8 +89,9 @@ class SharedMemoryEngine(WeightTransferEngine[OwnerInfo, PublishedVersion]):
         device: torch.device,
         model: torch.nn.Module,
     ) -> None:
+        """Remember the model; called by vLLM."""
         super().__init__(config, vllm_config, device, model)
-        self.held: Held | None = None
+        self.held: LoadedVersion | None = None
         self.base: Base | None = None
         self.touched = False
         """True from the first change of the model until all of the version is in place."""
@@ -112,15 +108,14 @@ class SharedMemoryEngine(WeightTransferEngine[OwnerInfo, PublishedVersion]):
         # checked here, and is an error.
         logging.getLogger("vllm.model_executor.model_loader.reload.layerwise").setLevel(logging.ERROR)
 
-    def init_transfer_engine(self, init_info: OwnerInfo) -> None:
-        """Tie this process's life to the rollout worker's."""
-        end_with(init_info.owner_pid)
+    def init_transfer_engine(self, init_info: WeightTransferInitInfo) -> None:
+        """Do nothing: there is no connection to set up."""
 
     def start_weight_update(self) -> None:
-        """Nothing: see the module."""
+        """Do nothing: see the module."""
 
     def update_weights(self, update_info: dict[str, Any]) -> None:
-        """Load one version. Raises WeightError and keeps the old weights when it is not what was sent."""
+        """Load one version. Raises WeightError and keeps the old weights if the bytes differ from what was sent."""
         self.receive_weights(self.parse_update_info(update_info))
         if self.device.type != "cpu":
             torch.accelerator.synchronize()
@@ -141,7 +136,7 @@ class SharedMemoryEngine(WeightTransferEngine[OwnerInfo, PublishedVersion]):
         self._load(manifest, buckets, contents)
 
     def _load(self, manifest: Manifest, buckets: list[Bytes], contents: dict[str, str]) -> None:
-        """Bring into the model what has another content than `contents`, together with all of its block."""
+        """Load each tensor whose content differs from `contents`, together with all of its block."""
         stale = {
             _block(entry.name) for entry in manifest.tensors if contents.get(entry.name) != entry.content
         }
@@ -168,7 +163,7 @@ class SharedMemoryEngine(WeightTransferEngine[OwnerInfo, PublishedVersion]):
             )
 
     def _incomplete(self) -> set[tuple[str, int]]:
-        """Modules of which some elements were loaded and others not, and how many."""
+        """Return the modules of which some elements were loaded and others not, and how many."""
         infos = ((name, get_layerwise_info(module)) for name, module in self.model.named_modules())
         return {(name, info.load_numel) for name, info in infos if info.can_load() and info.load_numel > 0}
 
@@ -184,12 +179,12 @@ class SharedMemoryEngine(WeightTransferEngine[OwnerInfo, PublishedVersion]):
         if any(_block(entry.name) == entry.name for entry in self._loaded):
             self._pack_heads()
         contents = {entry.name: entry.content for entry in self._loading.tensors}
-        self.held = Held(self._loading.version, self._loading.digest, contents)
+        self.held = LoadedVersion(self._loading.version, self._loading.digest, contents)
         self.touched = False
         self._loading = None
 
     def _forget_kernels(self) -> None:
-        """Make layers of experts set up anew what is loaded: a kernel they have lets them leave weights unpacked."""
+        """Take the kernels from layers of experts: a layer that has one would not pack the weights loaded into it."""
         for module in self.model.modules():
             method: Any = getattr(module, "quant_method", None)
             if getattr(method, "moe_kernel", None) is not None:
@@ -197,13 +192,13 @@ class SharedMemoryEngine(WeightTransferEngine[OwnerInfo, PublishedVersion]):
                 method.moe_kernel = None
 
     def _pack_heads(self) -> None:
-        """A head tied to the embedding keeps a packed copy of it on CPU, which a reload does not refresh."""
+        """Refresh the packed copy that a head tied to the embedding keeps on CPU; a reload does not."""
         for module in self.model.modules():
             if isinstance(module, ParallelLMHead):
                 module.quant_method.process_weights_after_loading(module)
 
     def shutdown(self) -> None:
-        """Nothing to release: mappings end with the update that made them."""
+        """Do nothing: mappings end with the update that made them."""
 
     def _check_tensors(self, manifest: Manifest) -> None:
         sent = {entry.name: entry for entry in manifest.tensors}
@@ -234,7 +229,7 @@ class SharedMemoryEngine(WeightTransferEngine[OwnerInfo, PublishedVersion]):
     def _tensors(
         self, entries: list[TensorEntry], buckets: list[Bytes]
     ) -> Iterator[tuple[str, torch.Tensor]]:
-        """What the model is to hold, one at a time: a merged matrix exists only while it is loaded."""
+        """Yield the tensors to load, one at a time: a merged matrix exists only while it is loaded."""
         for entry in entries:
             tensor = _tensor(entry, buckets)
             if entry.added is not None:
@@ -253,33 +248,33 @@ class SharedMemoryEngine(WeightTransferEngine[OwnerInfo, PublishedVersion]):
 class WeightExtension(OwnedProcess):
     """Methods added to vLLM's worker, for `collective_rpc`. Answers come from the process with the model."""
 
-    weight_transfer_engine: SharedMemoryEngine
+    weight_transfer_engine: SharedMemoryTransfer
 
     def forget_weights(self) -> None:
-        """What the model holds counts as no version, until one is loaded."""
+        """Count what the model holds as no version, until one is loaded."""
         self.weight_transfer_engine.held = None
 
     def held_weights(self) -> tuple[int, str, bool]:
-        """(version, digest, touched): what the model holds, or -1 and ""; whether it is half loaded."""
+        """Return (version, digest, touched): what the model holds, or -1 and ""; whether it is half loaded."""
         engine = self.weight_transfer_engine
-        held = engine.held or Held(-1, "", {})
+        held = engine.held or LoadedVersion(-1, "", {})
         return held.version, held.digest, engine.touched
 
     def held_base(self) -> str:
-        """Digest of the weights that adapters are added to here; empty for none."""
+        """Return the digest of the weights that adapters are added to here; empty for none."""
         base = self.weight_transfer_engine.base
         return "" if base is None else base.digest
 
 
 def _checkpoint_shapes(hf_config: Any) -> dict[str, tuple[int, ...]]:
-    """Names and shapes of the tensors a trainer of this model publishes; tied ones once."""
+    """Return names and shapes of the tensors a trainer of this model publishes; tied ones once."""
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(hf_config)
     return CheckpointNames(model).shapes
 
 
 def _block(name: str) -> str:
-    """What is loaded together: an engine joins tensors of one part of a layer, such as its queries, keys and values."""
+    """Return the group a tensor is loaded with: engines join tensors of a layer, such as queries, keys and values."""
     path = name.split(".")
     number = next((i for i, part in enumerate(path) if part.isdigit()), None)
     return name if number is None else ".".join(path[: number + 2])
@@ -305,4 +300,4 @@ def _tensor(entry: TensorEntry, buckets: list[Bytes]) -> torch.Tensor:
 
 
 if BACKEND not in WeightTransferEngineFactory._registry:
-    WeightTransferEngineFactory.register_engine(BACKEND, SharedMemoryEngine)
+    WeightTransferEngineFactory.register_engine(BACKEND, SharedMemoryTransfer)

@@ -1,18 +1,18 @@
 """RolloutWorker: one vLLM engine that serves only the weights it was told to serve.
 
-Owns the gate in front of the engine and the order of pause, sleep, load and resume; how an engine starts, ends and
-is stopped is engine_life.py's and engine_pause.py's. Owns no routing and no retries: those are the pool's.
+Owns the order of pause, sleep, load and resume; how an engine starts and ends is EngineLife's, how it is stopped is
+EngineGate's. Owns no routing and no retries: those are the pool's.
 
     start -> load_weights -> resume -> generate ... -> pause -> load_weights -> resume -> generate ...
                                                     -> pause -> sleep -> load_weights -> resume -> ...
 
     pause      requests in the engine                       requests that come while paused
     abort      end now, with the tokens they have           "abort" without tokens, in every mode: the pool
-    keep       freeze in it; go on after `resume`           has paused too, and whoever sent them sends them
+    keep       freeze in it; go on after `resume`           has paused too, and the agent loop sends them
     wait       run to their end, else are aborted           again after `resume`
 
-An engine that sleeps has lent its device to others. Nobody wakes it by name: `load_weights` wakes the memory of the
-weights, `resume` and `canary` all of it. On CPU the same rules hold, but no memory is freed.
+An engine that sleeps has given its device to others. There is no call that only wakes it: `load_weights` wakes the
+memory of the weights, `resume` and `canary` all of it. On CPU the same rules hold, but no memory is freed.
 
 Invariants: no request reaches the engine while the gate is closed; the gate opens only when the engine itself
 says that it holds the version; after `pause` the engine generates nothing, and unless it was "keep" no request
@@ -32,12 +32,11 @@ import logging
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from actors.engine_life import EngineLife
+from actors.engine.life import EngineInfo, EngineLife
 from actors.remote import CallBatches
-from actors.rollout.engine_pause import EnginePause
-from actors.rollout.open_requests import OpenRequests
+from actors.rollout.gate import EngineGate
 from raypost.config.engine import EngineConfig
 from raypost.errors import EngineLostError, RaypostError, StaleWeightsError, WaitTimeoutError, WeightError
 from raypost.pause import PauseDeadlines, PauseMode
@@ -53,9 +52,7 @@ from raypost.types import (
 from raypost.weights.manifest import Bytes, Manifest
 
 if TYPE_CHECKING:
-    from actors.rollout.vllm_engine import Engine, Memory
-
-__all__ = ["EngineConfig", "RolloutWorker"]
+    from actors.rollout.vllm_engine import Memory, RolloutEngine
 
 log = logging.getLogger(__name__)
 
@@ -68,71 +65,53 @@ class RolloutWorker(CallBatches):
         super().__init__()
         self._name = name
         self._model_path = model_path
-        self._config = engine
-        self._seed = engine.seed + worker_index
+        self._config = replace(engine, seed=engine.seed + worker_index)
         self._life = EngineLife(name, engine, self._make_engine)
         self._broken: str | None = None
-        self._open = False
         self._control = asyncio.Lock()
-        self._requests = OpenRequests()
-        self._pause = EnginePause(name, PauseDeadlines(engine.pause_timeout_s), self._requests, self._life)
+        self._gate = EngineGate(name, PauseDeadlines(engine.rollout.pause_timeout_s), self._life)
         self._version = NO_VERSION
         self._generated_tokens = 0
         self._started_at = time.monotonic()
 
     def __repr__(self) -> str:
+        """Return the actor's name."""
         return self._name
 
     # ---------------------------------------------------------------- life
 
-    async def start(self) -> dict[str, Any]:
-        """Start the engine and warm it up; it serves nothing yet. {pid, engine_pids, init_s}.
-
-        Raises RaypostError if the engine does not come up.
-        """
+    async def start(self) -> EngineInfo:
+        """Start the engine and warm it up; it serves nothing yet. Raises RaypostError if it does not come up."""
         async with self._control:
             if self._life.engine is None:
                 await self._build()
+            assert self._life.info is not None, "an engine was built"
             return self._life.info
 
-    def _make_engine(self) -> Engine:
+    def _make_engine(self) -> RolloutEngine:
         # vLLM reads the environment when it is imported.
-        from actors.rollout.vllm_engine import Engine
+        from actors.rollout.vllm_engine import RolloutEngine
 
-        return Engine(self._model_path, self._config, self._seed)
+        return RolloutEngine(self._model_path, self._config)
 
     async def _build(self) -> None:
-        try:
-            engine = await self._life.build()
-            await engine.pause("abort")
-        except Exception as error:
-            self._discard()
-            raise RaypostError(
-                f"the engine of {self._name} did not start: {error} (its log says more)"
-            ) from error
+        await self._life.build()
         self._broken = None
-        self._pause.confirmed = True
+        self._gate.stopped = True
 
     async def shutdown(self) -> None:
-        """End the engine's processes. The actor itself is the caller's to end."""
-        self._open = False
+        """End the engine's processes. The actor itself is ended by its owner."""
+        self._gate.close("abort")
         async with self._control:
             await self._end()
 
     async def _end(self) -> None:
-        """Give the engine up, if there is one, and end what is open in it."""
-        await self._give_back()
-        self._discard()
-
-    async def _give_back(self) -> None:
-        """End what is open in an engine that is given up; one that does not answer takes it along."""
-        if self._life.engine is not None and len(self._requests):
+        """Give the engine up, if there is one, and end the requests in it; they are lost if it does not answer."""
+        if self._life.engine is not None and len(self._gate.requests):
             with contextlib.suppress(WaitTimeoutError):
-                self._pause.overrule("abort")
-                await self._pause.stop(self._life.engine)
-
-    def _discard(self) -> None:
-        self._open = False
+                self._gate.close("abort")
+                await self._gate.stop(self._life.engine)
+        self._gate.is_open = False
         self._version = NO_VERSION
         self._life.discard()
 
@@ -145,21 +124,21 @@ class RolloutWorker(CallBatches):
         EngineLostError before `start`.
         """
         engine = self._usable()
-        if not self._open:
+        if not self._gate.is_open:
             return GenerateResult.nothing("abort", self._name)
         problem = self._problem(request, engine.vocab_size)
         if problem is not None:
             return GenerateResult.nothing("error", self._name, problem)
-        ticket = self._requests.enter(request.request_id)
+        ticket = self._gate.requests.enter(request.request_id)
         try:
             result = await self._life.alive(engine.generate(request))
         finally:
-            self._requests.leave(ticket)
+            self._gate.requests.leave(ticket)
         self._generated_tokens += len(result.response_ids)
         return replace(result, worker=self._name)
 
     def _problem(self, request: GenerateRequest, vocab_size: int) -> str | None:
-        """What would end the engine, or cut the response short in silence."""
+        """Return why the request would end the engine, or cut its response short without an error."""
         ids, wanted, bound = request.token_ids, request.sample_params.max_tokens, self._config.max_model_len
         asked = f"{request.request_id}: {len(ids)} tokens given and {wanted} wanted"
         if len(ids) < 1 or wanted < 1:
@@ -172,42 +151,41 @@ class RolloutWorker(CallBatches):
 
     # ---------------------------------------------------------------- pause, weights, resume
 
-    async def pause(self, mode: PauseMode = "abort") -> None:
-        """Close the gate, then stop the engine as `mode` says; the module tells what becomes of requests.
+    async def pause(self, mode: PauseMode = "abort") -> PauseMode:
+        """Close the gate, then stop the engine as `mode` says (see the module). Return the mode that is in force.
 
         abort and wait return when no request is left, keep when the engine has stopped and every token it made
         carries its version. A stricter mode (wait < keep < abort) overrules the pause in force, one under way
-        included; a gentler one changes nothing. "wait" says what still runs after half of `pause_timeout_s`,
+        included; a gentler one changes nothing. "wait" logs what still runs after half of `pause_timeout_s`,
         and aborts it. Raises WaitTimeoutError if that does not end it either; the gate stays closed.
         """
-        self._open = False
-        self._pause.overrule(mode)
+        self._gate.close(mode)
         async with self._control:
             # A resume that was under way when the gate closed has opened it again.
-            self._open = False
-            self._pause.overrule(mode)
+            self._gate.close(mode)
             engine = self._life.engine
             if engine is not None and not engine.asleep:
-                await self._pause.stop(engine)
+                await self._gate.stop(engine)
+            return self._gate.mode
 
     async def sleep(self, keep_weights: bool) -> None:
-        """Lend the engine's device to others until something wakes it. Idempotent; without an engine nothing is lent.
+        """Give the engine's device to others until a later call wakes it. Idempotent; nothing to do without an engine.
 
-        Keys and values are dropped; the weights are kept in main memory, or dropped with the version they were. An
-        engine that is half loaded ends instead: the next load builds it anew. Raises RaypostError unless the engine is
-        paused without a request in it.
+        Keys and values are dropped; the weights are kept in main memory, or dropped and their version forgotten. An
+        engine that is half loaded ends instead: the next load builds a new one. Raises RaypostError unless the engine
+        is paused without a request in it.
         """
         async with self._control:
             engine = self._life.engine
             if engine is None:
                 return
-            if self._open or not self._pause.confirmed:
+            if self._gate.is_open or not self._gate.stopped:
                 raise RaypostError(
                     f"{self._name} is serving version {self._version}: pause it before it sleeps"
                 )
-            if len(self._requests):
+            if len(self._gate.requests):
                 raise RaypostError(
-                    f"{self._name} has {self._requests}, frozen by a pause: pause it with 'abort' before it sleeps"
+                    f"{self._name} has {self._gate.requests}, frozen by a pause: pause it with 'abort' before it sleeps"
                 )
             if self._broken is not None:
                 return await self._end()
@@ -218,7 +196,7 @@ class RolloutWorker(CallBatches):
 
     @contextlib.contextmanager
     def _whole(self, doing: str) -> Iterator[None]:
-        """Within, the engine counts as broken: it stays so if anything ends this early, a cancellation included."""
+        """Mark the engine as broken until the block has ended well; a cancellation leaves it broken too."""
         self._broken = f"{doing} was interrupted"
         try:
             yield
@@ -243,28 +221,27 @@ class RolloutWorker(CallBatches):
                     f"{self._name} holds version {held} and was asked to serve {version}: load it"
                 )
             await self._wake(engine)
-            self._pause.confirmed = False
+            self._gate.stopped = False
             await self._life.alive(engine.resume())
-            self._pause.over()
-            self._open = True
+            self._gate.open()
 
-    async def _wake(self, engine: Engine, *memory: Memory) -> None:
-        """Take memory back, all of it unless named; nothing to do while none sleeps."""
+    async def _wake(self, engine: RolloutEngine, *memory: Memory) -> None:
+        """Take memory back, all of it unless named, if any sleeps."""
         if engine.asleep:
             with self._whole("waking"):
                 await self._life.alive(engine.wake(*memory))
 
     async def load_weights(self, manifest: Manifest, *buckets: Bytes) -> WeightReport:
-        """Bring a version into the paused engine; what the engine then says it holds.
+        """Load a version into the paused engine; return what the engine then says it holds.
 
         Frozen requests stay, and after `resume` their whole prefix runs through the new weights first. Of an engine
         that sleeps, the memory of the weights wakes. The version already held is acknowledged without loading. An
-        engine left half loaded is built anew first, and what was frozen in it comes back as from an abort. Raises
-        StaleWeightsError for an older version, WeightError naming the tensor for bytes that are not what was
-        published; what was held before then stays, unless the engine broke, which `resume` refuses.
+        engine left half loaded is replaced first, and what was frozen in it comes back as from an abort. Raises
+        StaleWeightsError for an older version, WeightError naming the tensor for bytes that differ from what was
+        published; then the old version stays, unless the engine broke, which `resume` refuses.
         """
         async with self._control:
-            if self._life.engine is not None and not self._pause.confirmed:
+            if self._life.engine is not None and not self._gate.stopped:
                 raise WeightError(f"{self._name} is serving version {self._version}: pause it before loading")
             if self._life.engine is None or self._broken is not None:
                 log.warning("%s builds its engine anew: %s", self._name, self._broken or "it has none")
@@ -286,7 +263,7 @@ class RolloutWorker(CallBatches):
                 )
             return await self._report(engine, time.monotonic() - begin)
 
-    async def _load(self, engine: Engine, manifest: Manifest, buckets: Sequence[Bytes]) -> None:
+    async def _load(self, engine: RolloutEngine, manifest: Manifest, buckets: Sequence[Bytes]) -> None:
         await self._wake(engine, "weights")
         # As in _whole; but an error that leaves the old weights untouched leaves the engine whole.
         self._broken = f"loading version {manifest.version} was interrupted"
@@ -306,18 +283,18 @@ class RolloutWorker(CallBatches):
         self._version = manifest.version
 
     async def held(self) -> WeightReport:
-        """What the engine says it holds; version -1 for nothing."""
+        """Return what the engine says it holds; version -1 for nothing."""
         async with self._control:
             return await self._report(self._usable(), 0.0)
 
-    async def _report(self, engine: Engine, load_s: float) -> WeightReport:
+    async def _report(self, engine: RolloutEngine, load_s: float) -> WeightReport:
         version, digest, _ = await self._life.alive(engine.held())
         return WeightReport(version=version, digest=digest, worker=self._name, load_s=load_s)
 
     async def canary(self, prompt_ids: IntArray) -> FloatArray:
-        """Logprob of every prompt token but the first under the weights held now, also while paused.
+        """Return the logprob of every prompt token but the first under the weights held now, also while paused.
 
-        A paused engine runs for it, ahead of all others; what "keep" froze in it takes these steps too.
+        A paused engine runs for it, before all other requests; those that "keep" froze take part in these steps.
         """
         async with self._control:
             engine = self._usable()
@@ -325,19 +302,19 @@ class RolloutWorker(CallBatches):
                 raise StaleWeightsError(
                     f"{self._name} gave up its weights when it fell asleep: load a version"
                 )
-            if not self._pause.confirmed:
+            if not self._gate.stopped:
                 return await self._life.alive(engine.prompt_logprobs(prompt_ids))
-            frozen = len(self._requests) > 0
+            frozen = len(self._gate.requests) > 0
             await self._wake(engine)
-            self._pause.confirmed = False
+            self._gate.stopped = False
             try:
                 return await self._life.alive(engine.prompt_logprobs(prompt_ids, resume=True))
             finally:
                 # Keys and values made just now are of the weights held now: they may stay.
                 await self._life.alive(engine.pause("keep" if frozen else "abort", clear_cache=not frozen))
-                self._pause.confirmed = True
+                self._gate.stopped = True
 
-    def _usable(self) -> Engine:
+    def _usable(self) -> RolloutEngine:
         if self._life.engine is None:
             raise EngineLostError(f"{self._name} has no engine: start it first")
         if self._broken is not None:
@@ -347,12 +324,12 @@ class RolloutWorker(CallBatches):
     # ---------------------------------------------------------------- what can be seen
 
     async def stats(self) -> WorkerStats:
-        """Counters since this worker was made."""
+        """Return the counters since this worker was made."""
         return WorkerStats(
             worker=self._name,
             version=self._version,
-            running=self._requests.running,
+            running=self._gate.requests.running,
             generated_tokens=self._generated_tokens,
-            busy_s=self._requests.busy_s,
+            busy_s=self._gate.requests.busy_s,
             uptime_s=time.monotonic() - self._started_at,
         )

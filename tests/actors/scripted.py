@@ -69,11 +69,12 @@ class ScriptedWorker(CallBatches):
             worker=self.name,
         )
 
-    async def pause(self, mode: PauseMode = "abort") -> None:
+    async def pause(self, mode: PauseMode = "abort") -> PauseMode:
         self.gate_open = False
         self.mode = stricter(self.mode, mode)
         while self.running and self.mode != "keep":
             await asyncio.sleep(0.005)
+        return self.mode
 
     async def paused_as(self) -> PauseMode | None:
         return self.mode

@@ -6,6 +6,7 @@ import asyncio
 import os
 import signal
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -87,7 +88,7 @@ def logit(model: LlamaForSequenceClassification, folder: Path, text: str) -> flo
     tokenizer = AutoTokenizer.from_pretrained(folder)
     ids = tokenizer.apply_chat_template(messages, tokenize=True, return_dict=False, return_tensors="pt")
     with torch.no_grad():
-        return model(ids).logits.item()
+        return float(model(ids).logits.item())
 
 
 async def test_reward_is_the_models_logit_also_from_a_worker_that_was_killed_meanwhile(
@@ -108,7 +109,7 @@ async def test_reward_is_the_models_logit_also_from_a_worker_that_was_killed_mea
         max_restarts=-1,
         env=settings(),
     )
-    pool = RewardModelPool("tutor", ["reward-tutor-0"], timeout_s=90)
+    pool = RewardModelPool(["reward-tutor-0"], timeout_s=90)
     judges = spawn(JudgeWorker, "judge-0", run.tasks, {"tutor": pool}, name="judge-0", env=settings())
     judge = Remote("judge-0", 120, many={"judge": 8})
     info = await asyncio.wait_for(worker.start.remote(), 120)
@@ -123,10 +124,10 @@ async def test_reward_is_the_models_logit_also_from_a_worker_that_was_killed_mea
     with pytest.raises(JudgeError, match=r"group 3, sample 5: reward model 'tutor': .*max_model_len 128"):
         await judge.judge([answer("seven"), answer("no idea " * 99, 5)])
 
-    os.kill(info["pid"], signal.SIGKILL)
+    os.kill(info.pid, signal.SIGKILL)
     rewards = await judge.judge([answer(text) for text in texts])
     assert np.max(np.abs(np.subtract(rewards, expected))) < TOLERANCE
-    assert (await worker.start.remote())["pid"] != info["pid"]
+    assert (await worker.start.remote()).pid != info.pid
     await worker.shutdown.remote()
     ray.kill(worker)
     ray.kill(judges)
@@ -135,7 +136,7 @@ async def test_reward_is_the_models_logit_also_from_a_worker_that_was_killed_mea
 # ---------------------------------------------------------------- reference
 
 
-def make_batch(**params: float) -> PackedGroups:
+def make_batch(**params: Any) -> PackedGroups:
     """Groups of all lengths that there can be, with tokens that are not trained and samples that are left out."""
     rng = np.random.default_rng(0)
     groups = []
@@ -208,13 +209,13 @@ async def test_reference_on_engines_gives_the_column_and_the_step_that_the_train
     trained = np.concatenate([sample.places for sample in plan_batch(batch, 2, 2).samples])
     assert len(trained) > 150 and (expected[trained] < -1).all(), "there is something to compare"
     column: Column = ray.get(await beside.compute_ref_logprobs(batch_ref))
-    assert (column.dtype, column.shape) == (np.float32, expected.shape)
+    assert column.dtype == np.float32 and column.shape == expected.shape
     assert np.max(np.abs(column - expected)) < TOLERANCE
     assert np.array_equal(np.flatnonzero(column), np.sort(trained)), "what is not trained is 0"
 
     # A worker that is gone: the other computes its part.
     info = await workers[1].start.remote()
-    os.kill(info["pid"], signal.SIGKILL)
+    os.kill(info.pid, signal.SIGKILL)
     again = await beside.fit(batch_ref)
     for name in ("reference_kl", "grad_norm", "entropy"):
         assert again[name] == pytest.approx(metrics[name], rel=1e-3, abs=1e-5), name

@@ -13,7 +13,7 @@ import pytest_asyncio
 
 from raypost.agent_loop.single_turn import SingleTurnAgentLoop
 from raypost.errors import WeightError
-from raypost.pause import PauseDeadlines
+from raypost.pause import PauseDeadlines, PauseMode
 from raypost.types import (
     EVALUATION_PRIORITY,
     GenerateResult,
@@ -36,7 +36,7 @@ from tests.actors.tiny_engine import (
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
 TOKENS = 200
-SLOTS = CONFIG.max_num_seqs
+SLOTS = CONFIG.rollout.max_num_seqs
 MORE_THAN_SLOTS = SLOTS + 8
 
 
@@ -167,7 +167,7 @@ async def test_cancelled_call_leaves_nothing_frozen_in_the_engine(bench: Bench) 
         call.cancel()
     await asyncio.gather(*calls, return_exceptions=True)
     assert bench.worker._life.engine is not None
-    assert bench.worker._life.engine._llm.get_num_unfinished_requests() == 0
+    assert bench.worker._life.engine.llm.get_num_unfinished_requests() == 0
     await bench.load()
     await bench.worker.resume(bench.version)
     await bench.assert_serves(bench.version)
@@ -194,7 +194,7 @@ async def test_wait_runs_everything_to_its_end_under_one_version(bench: Bench) -
 
 
 @pytest.mark.parametrize("mode", ["keep", "abort"])
-async def test_stricter_pause_overrules_one_that_waits(bench: Bench, mode: str) -> None:
+async def test_stricter_pause_overrules_one_that_waits(bench: Bench, mode: PauseMode) -> None:
     calls = start(bench, 8 * SLOTS)
     await asyncio.sleep(0.1)
     waiting = asyncio.create_task(bench.worker.pause("wait"))
@@ -213,7 +213,7 @@ async def test_stricter_pause_overrules_one_that_waits(bench: Bench, mode: str) 
 async def test_wait_says_what_still_runs_when_time_is_up_and_aborts_it(
     bench: Bench, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(bench.worker._pause, "_deadlines", PauseDeadlines(3.0))
+    monkeypatch.setattr(bench.worker._gate, "deadlines", PauseDeadlines(3.0))
     calls = start(bench, 32 * SLOTS)
     await asyncio.sleep(0.1)
     with caplog.at_level(logging.WARNING):

@@ -9,7 +9,6 @@ import time
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -20,6 +19,7 @@ from ray.actor import ActorHandle
 from ray.exceptions import RayActorError
 from transformers import LlamaForCausalLM
 
+from actors.engine.life import EngineInfo
 from actors.placement import spawn
 from actors.rollout.worker import RolloutWorker
 from raypost.errors import StaleWeightsError, WeightError
@@ -156,7 +156,7 @@ async def test_cancelled_call_leaves_no_request_in_the_engine(bench: Bench) -> N
         await call
     assert (await bench.worker.stats()).running == 0
     assert bench.worker._life.engine is not None
-    assert bench.worker._life.engine._llm.get_num_unfinished_requests() == 0
+    assert bench.worker._life.engine.llm.get_num_unfinished_requests() == 0
     await bench.assert_serves(bench.version)
 
 
@@ -306,7 +306,7 @@ async def test_versions_never_go_back_and_a_repeated_one_is_acknowledged(bench: 
 @one_engine
 async def test_engine_that_slept_serves_what_was_loaded_and_what_it_kept(bench: Bench) -> None:
     await bench.sync()
-    llm = bench.worker._life.engine._llm  # type: ignore[union-attr]
+    llm = bench.worker._life.engine.llm  # type: ignore[union-attr]
     await bench.worker.pause()
     await bench.worker.sleep(keep_weights=False)
     asleep = await llm.engine_core.is_sleeping_async()
@@ -375,12 +375,12 @@ class Spawned:
     """A worker in a process of its own, its engine up."""
 
     actor: ActorHandle
-    info: dict[str, Any]
+    info: EngineInfo
     model: LlamaForCausalLM
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def spawned(local_ray: None, tmp_path_factory: pytest.TempPathFactory) -> list[Spawned]:
+async def spawned(local_ray: None, tmp_path_factory: pytest.TempPathFactory) -> tuple[Spawned, Spawned]:
     """Two, to be ended in two ways; started at once, each on a core of its own."""
 
     async def start(index: int) -> Spawned:
@@ -403,7 +403,7 @@ async def gone(pids: list[int], within_s: float) -> bool:
 
 
 async def test_actor_loads_from_the_object_store_and_answers_control_calls_under_load(
-    spawned: list[Spawned],
+    spawned: tuple[Spawned, Spawned],
 ) -> None:
     actor, info, model = spawned[0].actor, spawned[0].info, spawned[0].model
     manifest, buckets = publish(model, 0)
@@ -424,13 +424,13 @@ async def test_actor_loads_from_the_object_store_and_answers_control_calls_under
     assert sum(result.finish_reason == "abort" for result in results) > 1000
 
     # The engine's end is the actor's, although nobody called it.
-    os.kill(info["engine_pids"][0], signal.SIGKILL)
-    assert await gone([info["pid"], *info["engine_pids"]], 10)
+    os.kill(info.engine_pids[0], signal.SIGKILL)
+    assert await gone([info.pid, *info.engine_pids], 10)
     with pytest.raises(RayActorError):
         await asyncio.wait_for(actor.stats.remote(), 30)
 
 
-async def test_killed_actor_leaves_no_engine_process(spawned: list[Spawned]) -> None:
+async def test_killed_actor_leaves_no_engine_process(spawned: tuple[Spawned, Spawned]) -> None:
     info = spawned[1].info
-    os.kill(info["pid"], signal.SIGKILL)
-    assert await gone([info["pid"], *info["engine_pids"]], 10)
+    os.kill(info.pid, signal.SIGKILL)
+    assert await gone([info.pid, *info.engine_pids], 10)

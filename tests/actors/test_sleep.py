@@ -12,15 +12,23 @@ import pytest
 from ray.exceptions import RayActorError
 
 from actors.rollout.controller import RolloutController
-from actors.rollout.worker import EngineConfig, RolloutWorker
+from actors.rollout.worker import RolloutWorker
 from raypost.config import RolloutConfig
+from raypost.config.engine import EngineConfig
 from raypost.errors import EngineLostError, RaypostError, StaleWeightsError, WaitTimeoutError, WeightError
 from raypost.types import GenerateRequest, GenerateResult, SampleParams
 from raypost.weights.manifest import Bytes, Manifest, pack
 from tests.actors.scripted import ScriptedWorker
 from tests.factories import make_config
 
-CONFIG = EngineConfig(device="cpu", dtype="float32", max_model_len=64, pause_timeout_s=4.0)
+CONFIG = EngineConfig(
+    device="cpu",
+    dtype="float32",
+    max_model_len=64,
+    seed=0,
+    sleep_mode=False,
+    rollout=RolloutConfig(pause_timeout_s=4.0),
+)
 BOTH = {"weights", "kv_cache"}
 
 
@@ -346,10 +354,10 @@ class Pool:
     def __init__(self, start_timeout_s: float = 20.0) -> None:
         self.workers = {name: Handle(name) for name in ("rollout-0", "rollout-1")}
         rollout = RolloutConfig(num_workers=2, start_timeout_s=start_timeout_s)
-        self.controller = RolloutController(self.workers, rollout, 20.0)  # type: ignore[arg-type]
+        self.controller = RolloutController(self.workers, rollout, 20.0)
 
     async def serve(self, version: int) -> None:
-        await self.controller.load_weights(*published(version))  # type: ignore[arg-type]
+        await self.controller.load_weights(*published(version))
         await self.controller.resume(version)
 
     @property
@@ -390,7 +398,7 @@ async def test_the_pool_wakes_with_a_load_and_a_resume() -> None:
     with pytest.raises(StaleWeightsError, match="cannot serve version 2: the pool holds 1"):
         await pool.controller.resume(2)
     assert pool.sleeping == ["all"] * 2
-    await pool.controller.load_weights(*published(2))  # type: ignore[arg-type]
+    await pool.controller.load_weights(*published(2))
     assert pool.sleeping == ["kv_cache"] * 2
     assert len(await pool.controller.canary(np.arange(3, dtype=np.int32))) == 2
     await pool.controller.resume(2)

@@ -7,17 +7,27 @@ import copy
 import gc
 from collections.abc import AsyncIterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from actors.rollout.worker import EngineConfig, RolloutWorker
-from raypost.types import GenerateRequest, GenerateResult, SampleParams
+from actors.rollout.worker import RolloutWorker
+from raypost.config import RolloutConfig
+from raypost.config.engine import EngineConfig
+from raypost.types import FloatArray, GenerateRequest, GenerateResult, IntArray, SampleParams
 from raypost.weights.manifest import Bytes, Manifest, pack
 
 VOCAB = 50
-CONFIG = EngineConfig(device="cpu", dtype="float32", max_model_len=256, max_num_seqs=32, kv_cache_gb=0.1)
+CONFIG = EngineConfig(
+    device="cpu",
+    dtype="float32",
+    max_model_len=256,
+    seed=0,
+    sleep_mode=False,
+    rollout=RolloutConfig(max_num_seqs=32, kv_cache_gb=0.1),
+)
 PROMPT = np.asarray([3, 7, 11, 2, 5], np.int32)
 TOLERANCE = 1e-3
 
@@ -56,16 +66,17 @@ def publish(model: LlamaForCausalLM, version: int) -> tuple[Manifest, list[Bytes
     return pack(version, tensors, bucket_bytes=100_000)
 
 
-def expected_logprobs(model: LlamaForCausalLM, ids: np.ndarray, temperature: float = 1.0) -> np.ndarray:
+def expected_logprobs(model: LlamaForCausalLM, ids: IntArray, temperature: float = 1.0) -> FloatArray:
     """Logprob of every token but the first."""
     tokens = torch.from_numpy(ids.astype(np.int64))[None]
     with torch.no_grad():
         logprobs = torch.log_softmax(model(tokens).logits[0, :-1] / temperature, -1)
-    return logprobs.gather(1, tokens[0, 1:, None])[:, 0].numpy()
+    gathered: FloatArray = logprobs.gather(1, tokens[0, 1:, None])[:, 0].numpy()
+    return gathered
 
 
 def request(
-    name: str, max_tokens: int = 16, ids: np.ndarray = PROMPT, priority: int = 0, **params: float
+    name: str, max_tokens: int = 16, ids: IntArray = PROMPT, priority: int = 0, **params: Any
 ) -> GenerateRequest:
     return GenerateRequest(
         request_id=name,
@@ -111,7 +122,7 @@ class Bench:
         assert set(result.policy_versions) == {version}
         assert difference(self.model, result) < TOLERANCE
 
-    def gaps(self, result: GenerateResult) -> np.ndarray:
+    def gaps(self, result: GenerateResult) -> FloatArray:
         """Per token of a result for PROMPT: how far its logprob is from the one that transformers computes over
         the whole prefix, with the weights of the token's version."""
         ids = np.concatenate([PROMPT, result.response_ids])
@@ -132,4 +143,4 @@ async def started(folder: Path, tied: bool) -> AsyncIterator[Bench]:
     await worker.shutdown()
     # vLLM's engine is part of a cycle, and complains when it is collected at the interpreter's end.
     gc.collect()
-    assert not any(Path(f"/proc/{pid}").exists() for pid in info["engine_pids"])
+    assert not any(Path(f"/proc/{pid}").exists() for pid in info.engine_pids)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from actors.rollout.open_requests import OpenRequests
+from actors.rollout.gate import OpenRequests
 from raypost.pause import PauseDeadlines, PauseMode, stricter
 
 
@@ -56,7 +56,7 @@ def test_frozen_requests_are_open_but_neither_running_nor_busy() -> None:
     clock.now = 10
     requests.leave(first)
     requests.freeze()
-    requests.thaw()
+    requests.freeze(False)
     clock.now = 11
     assert (len(requests), requests.running, requests.busy_s) == (1, 1, 4)
     requests.leave(second)

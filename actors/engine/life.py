@@ -1,31 +1,32 @@
 """EngineLife: the engine of one worker from its start to its end, and the end of the process with it.
 
 Owns the environment of an engine, how it is built, the watch over its processes and how it is given up. Owns
-neither the gate in front of it nor what it holds: those are the worker's.
+neither when it serves nor what it holds: that is the worker's.
 
-Invariants: a process whose engine died ends itself; an engine's process whose owner died does, too.
+Invariants: a process whose engine died ends itself; an engine's process ends itself when its owner died.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-import multiprocessing
 import os
 import select
 import threading
 import time
 from collections.abc import Awaitable, Callable
-from typing import Any, Generic, NoReturn, Protocol, TypeVar
+from dataclasses import dataclass
+from typing import Generic, NoReturn, Protocol, TypeVar
 
 from raypost.config.engine import QUIET, EngineConfig
+from raypost.errors import RaypostError
 
 
 class AnyEngine(Protocol):
-    """What an engine must have to be looked after."""
+    """An engine that EngineLife can look after."""
 
     async def prepare(self) -> list[int]:
-        """Tie the engine's processes to this one; their ids."""
+        """Tie the life of the engine's processes to this one's; return their ids."""
         ...
 
     async def warm_up(self) -> None:
@@ -46,36 +47,33 @@ EngineT = TypeVar("EngineT", bound=AnyEngine)
 T = TypeVar("T")
 log = logging.getLogger(__name__)
 
-REAP_TIMEOUT_S = 5.0
-"""For a killed process to disappear."""
 
+@dataclass(frozen=True, slots=True)
+class EngineInfo:
+    """Where an engine runs, and the seconds its start took."""
 
-class VllmEngine(Protocol):
-    """What is needed here of vLLM's engine."""
-
-    def shutdown(self, timeout: float | None = None) -> None:
-        """End it."""
-        ...
-
-
-def end_at_once(engine: VllmEngine) -> None:
-    """End an engine's processes, without the seconds a graceful end takes: they hold nothing to save."""
-    children = multiprocessing.active_children()
-    engine.shutdown(timeout=0.0)
-    for child in children:
-        child.join(REAP_TIMEOUT_S)
+    pid: int
+    """Process of the worker."""
+    engine_pids: list[int]
+    init_s: float
 
 
 class OwnedProcess:
     """Methods added to vLLM's worker, for `collective_rpc`."""
 
     def process_ids(self) -> tuple[int, int]:
-        """This worker's process and its parent."""
+        """Return the ids of this worker's process and of its parent."""
         return os.getpid(), os.getppid()
 
     def end_with(self, owner_pid: int) -> None:
-        """Tie this process's life to its owner's."""
-        end_with(owner_pid)
+        """End this process as soon as the owner's ends, however it ended."""
+        owner = os.pidfd_open(owner_pid)
+
+        def wait() -> None:
+            select.select([owner], [], [])
+            os._exit(1)
+
+        threading.Thread(target=wait, name="end-with-owner", daemon=True).start()
 
 
 class EngineLife(Generic[EngineT]):
@@ -88,20 +86,26 @@ class EngineLife(Generic[EngineT]):
         self._make = make
         self._watched: list[int] = []
         self.engine: EngineT | None = None
-        self.info: dict[str, Any] = {}
-        """{pid, engine_pids, init_s} of the engine built last."""
+        self.info: EngineInfo | None = None
+        """Of the engine built last."""
 
-    async def build(self) -> EngineT:
-        """Start an engine and warm it up. What was started is left to `discard` if this raises."""
+    async def build(self) -> EngineInfo:
+        """Start an engine and warm it up. Raises RaypostError, and leaves nothing behind, if it does not come up."""
         os.environ.update(QUIET | os.environ | self._config.environment())
         begin = time.monotonic()
-        await asyncio.to_thread(self._hold)
-        assert self.engine is not None, "made just now"
-        pids = await self.engine.prepare()
-        self._watch(pids)
-        await self.engine.warm_up()
-        self.info = {"pid": os.getpid(), "engine_pids": pids, "init_s": time.monotonic() - begin}
-        return self.engine
+        try:
+            await asyncio.to_thread(self._hold)
+            assert self.engine is not None, "made just now"
+            pids = await self.engine.prepare()
+            self._watch(pids)
+            await self.engine.warm_up()
+        except Exception as error:
+            self.discard()
+            raise RaypostError(
+                f"the engine of {self._name} did not start: {error} (its log says more)"
+            ) from error
+        self.info = EngineInfo(os.getpid(), pids, time.monotonic() - begin)
+        return self.info
 
     def _hold(self) -> None:
         # Not returned: the thread would keep its result, and with it a discarded engine.
@@ -150,14 +154,3 @@ class EngineLife(Generic[EngineT]):
         log.critical("%s ends itself: %s", self._name, reason)
         logging.shutdown()
         os._exit(1)
-
-
-def end_with(owner_pid: int) -> None:
-    """End this process, an engine's, as soon as the owner's ends, however it ended."""
-    owner = os.pidfd_open(owner_pid)
-
-    def wait() -> None:
-        select.select([owner], [], [])
-        os._exit(1)
-
-    threading.Thread(target=wait, name="end-with-owner", daemon=True).start()

@@ -1,0 +1,1 @@
+"""What all engines share: how one starts, is watched and ends, and the vLLM engine itself."""
