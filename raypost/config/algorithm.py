@@ -31,12 +31,8 @@ class AdvantageConfig(ConfigModel):
     kind: str = "grpo"
     """grpo, dr_grpo (no division by the deviation), rloo, opo, pass_at_k, mc, reinforce_pp,
     reinforce_pp_baseline, gae (needs a critic), or module:function."""
-    min_group_size: Annotated[int, Field(ge=1)] | None = None
-    """Trainable members below which a group is left out; null: as few as the kind can compare."""
     std_eps: Annotated[float, Field(gt=0)] = 1e-6
     """Added to a standard deviation, so that nearly equal rewards do not explode."""
-    unbiased_std: bool = True
-    """Whether a group's variance divides by its size - 1."""
     k: Annotated[int, Field(ge=2)] = 4
     """With pass_at_k: attempts of which the best counts. A group needs more members."""
     discount: Annotated[float, Field(gt=0, le=1)] = 1.0
@@ -55,13 +51,7 @@ class AdvantageConfig(ConfigModel):
 
     @property
     def smallest_group(self) -> int:
-        """Members from which a group has an advantage."""
-        if self.min_group_size is not None:
-            return max(self.min_group_size, self._comparable)
-        return self._comparable
-
-    @property
-    def _comparable(self) -> int:
+        """Trainable members from which a group has an advantage; a smaller one is left out."""
         if self.kind == "pass_at_k":
             return self.k + 1
         return 1 if self.kind in ("reinforce_pp", "gae") or ":" in self.kind else 2
@@ -121,9 +111,7 @@ class LossConfig(ConfigModel):
     """Bound of the ratio where the advantage is negative; null: none."""
     aggregation: Literal["token", "sequence", "constant"] = "token"
     """token: mean over the minibatch's tokens. sequence: mean over its trajectories of their token means.
-    constant: sum over its tokens, divided by trajectories times `constant_length` (Dr.GRPO)."""
-    constant_length: Annotated[int, Field(ge=1)] | None = None
-    """Tokens, with aggregation `constant`; null: the largest max_tokens of a task."""
+    constant: sum over its tokens, divided by trajectories times the largest `max_tokens` of a task (Dr.GRPO)."""
     kl: KlConfig = KlConfig()
     entropy_coefficient: float = 0.0
     """Weight of the mean entropy, in nats a token, which is subtracted from the loss."""

@@ -111,8 +111,6 @@ class BufferConfig(ConfigModel):
     bound in groups."""
     max_gb: Annotated[float, Field(gt=0)] = 4.0
     """The same in GiB of token arrays."""
-    low_water: Annotated[float, Field(gt=0, lt=1)] = 0.8
-    """Fraction of the high-water mark at which production is free again."""
     journal: bool = True
     """Write what is stored to the run folder as well, so that a buffer that dies loses nothing."""
 
@@ -124,12 +122,8 @@ class EvalConfig(ConfigModel):
     """Held-out prompts a task; 0 switches evaluation off."""
     samples: Annotated[int, Field(ge=1)] = 1
     """Responses a prompt."""
-    pass_k: tuple[Annotated[int, Field(ge=1)], ...] = ()
-    """Report the chance that one of k responses passes, for each of these k; none above `samples`."""
     pass_threshold: float = 1.0
     """Least reward with which a response passes."""
-    confidence: Annotated[float, Field(gt=0, lt=1)] = 0.95
-    """Coverage of the intervals that are reported with every score."""
     pool: PoolConfig | None = None
     """Engines of evaluation alone, which then runs beside production; null: production's engines, in the pause of
     a sync."""
@@ -140,13 +134,13 @@ class EvalConfig(ConfigModel):
     timeout_s: Annotated[float, Field(gt=0)] = 600
     """Longest time one evaluation may take."""
 
+    @property
+    def pass_k(self) -> tuple[int, ...]:
+        """The k for which pass@k is reported: 1, 2, 4 and so on up to `samples`, and `samples` itself."""
+        return (*(2**n for n in range(self.samples.bit_length()) if 2**n < self.samples), self.samples)
+
     @model_validator(mode="after")
-    def _samples_suffice(self) -> EvalConfig:
-        if self.pass_k and max(self.pass_k) > self.samples:
-            raise ValueError(
-                f"pass_k has {max(self.pass_k)}, but samples is {self.samples}: pass@k needs at least k responses a "
-                "prompt"
-            )
+    def _samples_differ(self) -> EvalConfig:
         if self.samples > 1 and self.temperature == 0:
             raise ValueError(
                 f"samples is {self.samples}, but temperature is 0, at which all responses to a prompt are the same: "

@@ -22,7 +22,7 @@ def task_limits(config: Config) -> dict[str, TaskLimits]:
 def buffer_bounds(config: Config) -> BufferBounds:
     """Return the replay buffer's high-water marks."""
     buffer = config.buffer
-    return BufferBounds(buffer.max_groups, int(buffer.max_gb * 2**30), buffer.low_water)
+    return BufferBounds(buffer.max_groups, int(buffer.max_gb * 2**30))
 
 
 def allocation_of(config: Config) -> Allocation:

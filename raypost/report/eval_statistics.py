@@ -23,6 +23,9 @@ import numpy as np
 from raypost.config import EvalConfig
 from raypost.metrics import EVAL_FAILED, HELD_OUT, bounds_of, pass_at
 
+CONFIDENCE = 0.95
+"""Coverage of every interval that is reported."""
+
 Rewards = Sequence[Sequence[float | None]]
 """Per prompt, per response; None (or not finite): the response failed."""
 
@@ -41,7 +44,7 @@ def scores(rewards: Mapping[str, Rewards], options: EvalConfig) -> dict[str, flo
     """Metrics of an evaluation: every statistic over all tasks, and per task as `<statistic>/<task>`.
 
     `held_out` is mean@n, the mean reward; `pass@k` the chance that one of k responses reaches
-    `options.pass_threshold`, for k = 1 and those of `options.pass_k`. `_low` and `_high` behind the statistic are the
+    `options.pass_threshold`, for each k of `options.pass_k`. `_low` and `_high` behind the statistic are the
     bounds. `eval_failed` counts responses without a score. A statistic that no prompt has is absent.
     """
     metrics: dict[str, float] = {}
@@ -58,11 +61,11 @@ def scores(rewards: Mapping[str, Rewards], options: EvalConfig) -> dict[str, flo
 
 def _statistics(rewards: Mapping[str, Rewards], options: EvalConfig) -> dict[str, dict[str, Estimate | None]]:
     """Statistic -> task -> estimate."""
-    confidence, threshold = options.confidence, options.pass_threshold
-    found = {HELD_OUT: {task: mean_reward(prompts, confidence) for task, prompts in rewards.items()}}
-    for k in sorted({1, *options.pass_k}):
+    threshold = options.pass_threshold
+    found = {HELD_OUT: {task: mean_reward(prompts, CONFIDENCE) for task, prompts in rewards.items()}}
+    for k in options.pass_k:
         found[pass_at(k)] = {
-            task: pass_rate(prompts, k, threshold, confidence) for task, prompts in rewards.items()
+            task: pass_rate(prompts, k, threshold, CONFIDENCE) for task, prompts in rewards.items()
         }
     return found
 

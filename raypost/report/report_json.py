@@ -19,6 +19,7 @@ import numpy as np
 from raypost import metrics
 from raypost.config import Config
 from raypost.report import busy_time, formatting
+from raypost.report.eval_statistics import CONFIDENCE
 from raypost.report.record import Column, RunRecord
 from raypost.spans import ROLLOUT, TRAIN
 from raypost.types import GroupCounts
@@ -99,7 +100,7 @@ def _learning(record: RunRecord, config: Config) -> dict[str, Any]:
         "eval_before_interval": _held_out_interval(before),
         "eval_after": after.get(metrics.HELD_OUT),
         "eval_after_interval": _held_out_interval(after),
-        "eval_confidence": config.eval.confidence,
+        "eval_confidence": CONFIDENCE,
         "evals": [{name: value for name, value in e.items() if name != "not_finite"} for e in record.evals],
         "reward_first": _mean(reward[:tenth]),
         "reward_last": _mean(reward[-tenth:]),

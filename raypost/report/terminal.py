@@ -24,6 +24,7 @@ from rich.text import Text
 
 from raypost import metrics
 from raypost.config import Config, EvalConfig
+from raypost.report.eval_statistics import CONFIDENCE
 from raypost.report.formatting import (
     MISSING,
     bound,
@@ -90,7 +91,9 @@ class RunDisplay:
         if self._first_score is None:
             self._first_score = value
         failed = int(scores.get(metrics.EVAL_FAILED) or 0)
-        rates = [name for name in (metrics.pass_at(k) for k in self._config.eval.pass_k) if name in scores]
+        rates = [
+            name for name in (metrics.pass_at(k) for k in self._config.eval.pass_k[1:]) if name in scores
+        ]
         self.phase(
             f"held-out {with_interval(value, metrics.bounds(scores, metrics.HELD_OUT))} {when}"
             + (f" ({gained} since the first)" if gained else "")
@@ -215,11 +218,11 @@ class RunDisplay:
 def scores_table(scores: Mapping[str, Any], tasks: Sequence[str], options: EvalConfig) -> Table:
     """What an evaluation gave, a line a task, with intervals."""
     statistics = {metrics.HELD_OUT: f"mean@{options.samples}"}
-    statistics |= {metrics.pass_at(k): metrics.pass_at(k) for k in sorted({1, *options.pass_k})}
+    statistics |= {metrics.pass_at(k): metrics.pass_at(k) for k in options.pass_k}
     failed = int(scores.get(metrics.EVAL_FAILED) or 0)
     table = Table(
         caption=f"up to {options.num_prompts} prompts a task at temperature {options.temperature:g}; in brackets: "
-        f"{percent(options.confidence)} intervals over prompts"
+        f"{percent(CONFIDENCE)} intervals over prompts"
         + (f"; {failed} responses failed and have no score" if failed else "")
     )
     table.add_column("task")

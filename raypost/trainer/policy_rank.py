@@ -186,7 +186,7 @@ class PolicyRank(Rank):
             lambda part: self._loss(part, inputs),
             active=with_advantage(advantages.advantages) if idle else None,
             aggregation=loss.aggregation,
-            constant_length=loss.constant_length or max(task.max_tokens for task in self._config.tasks),
+            constant_length=max(task.max_tokens for task in self._config.tasks),
             beside=self._beside(step, sums),
         )
         if self._average is not None and GRAD_NORM in metrics:

@@ -125,7 +125,7 @@ def test_a_single_prompt_says_little_of_a_rate_and_nothing_of_another_mean():
 
 
 def test_a_failed_response_is_counted_and_never_scored():
-    options = EvalConfig(samples=2, temperature=1.0, pass_k=(2,))
+    options = EvalConfig(samples=2, temperature=1.0)
     got = scores({"sums": [[1.0, None], [0.0, 1.0], [None, None], [NAN, 0.0]]}, options)
     assert got["eval_failed"] == 4
     assert got["held_out"] == got["held_out/sums"] == pytest.approx((1 + 0.5 + 0) / 3)
@@ -137,10 +137,10 @@ def test_a_failed_response_is_counted_and_never_scored():
 
 
 def test_metrics_are_named_by_statistic_bound_and_task():
-    options = EvalConfig(samples=4, temperature=1.0, pass_k=(4,), pass_threshold=0.5)
+    options = EvalConfig(samples=4, temperature=1.0, pass_threshold=0.5)
     rewards = {"sums": [[1.0, 0.0, 0.0, 0.0]] * 3 + [[0.0] * 4], "words": [[0.5, -0.4, 0.7, 0.1]] * 4}
     got = scores(rewards, options)
-    names = [f"{s}{b}{t}" for s in ("held_out", "pass@1", "pass@4") for b in ("", "_low", "_high")
+    names = [f"{s}{b}{t}" for s in ("held_out", "pass@1", "pass@2", "pass@4") for b in ("", "_low", "_high")
              for t in ("", "/sums", "/words")]  # fmt: skip
     # The words' mean never varies, so that there is no interval over it, nor over both.
     absent = {"held_out_low", "held_out_high", "held_out_low/words", "held_out_high/words"}
@@ -205,10 +205,13 @@ def test_an_interval_that_took_responses_for_prompts_would_miss_the_truth():
     assert covered / repeats < 0.7
 
 
-@pytest.mark.parametrize(("options", "problem"), [
-    ({"pass_k": [1, 8], "samples": 4, "temperature": 1.0}, "pass_k has 8, but samples is 4"),
-    ({"samples": 4}, "samples is 4, but temperature is 0"),
-])  # fmt: skip
-def test_an_evaluation_that_makes_no_sense_is_refused(options, problem):
-    with pytest.raises(ConfigError, match=f"eval: {problem}"):
-        make_config(eval=options)
+def test_an_evaluation_that_makes_no_sense_is_refused() -> None:
+    with pytest.raises(ConfigError, match="eval: samples is 4, but temperature is 0"):
+        make_config(eval={"samples": 4})
+
+
+@pytest.mark.parametrize(("samples", "k"), [(1, (1,)), (2, (1, 2)), (4, (1, 2, 4)), (6, (1, 2, 4, 6))])
+def test_pass_at_k_is_reported_for_the_powers_of_two_and_for_all_samples(
+    samples: int, k: tuple[int, ...]
+) -> None:
+    assert EvalConfig(samples=samples, temperature=1.0).pass_k == k

@@ -23,7 +23,7 @@ TASKS = [
 
 
 def eval_config(**options: object) -> Config:
-    drawn = {"num_prompts": 6, "samples": 2, "temperature": 1.0, "pass_k": [2]}
+    drawn = {"num_prompts": 6, "samples": 2, "temperature": 1.0}
     return make_config(tasks=TASKS, eval=drawn | options)
 
 

@@ -96,9 +96,9 @@ def test_an_evaluation_says_how_far_it_is_from_the_first_and_what_failed(clock: 
     assert lines[-1].strip() == "held-out 0.62 after step 40 (+0.31 since the first), 2 responses failed"
 
 
-def test_an_evaluation_shows_its_intervals_and_the_pass_rates_that_were_asked_for(clock: Clock) -> None:
+def test_an_evaluation_shows_its_intervals_and_the_pass_rates_there_are(clock: Clock) -> None:
     out = io.StringIO()
-    options = {"samples": 4, "temperature": 1.0, "pass_k": [2, 4]}
+    options = {"samples": 4, "temperature": 1.0}
     scores = {"held_out": 0.62, "held_out_low": 0.55, "held_out_high": 0.694, "pass@1": 0.62, "pass@4": 0.8}
     RunDisplay(run.config(eval=options), out=out).evaluated(0, scores)
     assert (
@@ -107,7 +107,7 @@ def test_an_evaluation_shows_its_intervals_and_the_pass_rates_that_were_asked_fo
 
 
 def test_the_table_of_an_evaluation_has_a_line_a_task_and_one_for_all() -> None:
-    options = run.config(eval={"samples": 4, "temperature": 0.7, "pass_k": [4]}).eval
+    options = run.config(eval={"samples": 4, "temperature": 0.7}).eval
     scores = {
         "held_out": 0.5, "held_out_low": 0.4, "held_out_high": 0.6, "held_out/sums": 0.25, "pass@1": 0.5,
         "pass@4/sums": 1.0, "pass@4_low/sums": 0.9, "pass@4_high/sums": 1.0, "eval_failed": 3.0,
@@ -116,10 +116,10 @@ def test_the_table_of_an_evaluation_has_a_line_a_task_and_one_for_all() -> None:
     Console(file=shown, width=120).print(terminal.scores_table(scores, ["sums", "words"], options))
     cells = [[c.strip() for c in re.split("[│┃]", line)[1:-1]] for line in shown.getvalue().splitlines()]
     assert [row for row in cells if row] == [
-        ["task", "mean@4", "pass@1", "pass@4"],
-        ["sums", "0.25", "–", "1.00 [0.90, 1.00]"],
-        ["words", "–", "–", "–"],
-        ["all", "0.50 [0.40, 0.60]", "0.50", "–"],
+        ["task", "mean@4", "pass@1", "pass@2", "pass@4"],
+        ["sums", "0.25", "–", "–", "1.00 [0.90, 1.00]"],
+        ["words", "–", "–", "–", "–"],
+        ["all", "0.50 [0.40, 0.60]", "0.50", "–", "–"],
     ]
     assert "95 % intervals over prompts; 3 responses failed" in " ".join(shown.getvalue().split())
 

@@ -21,14 +21,14 @@ STD_EPS = 1e-6
 """Added to the standard deviation, so that nearly equal rewards do not explode."""
 
 
-def grpo(rewards_G: ArrayLike, eps: float = STD_EPS, unbiased: bool = True) -> Floats:
+def grpo(rewards_G: ArrayLike, eps: float = STD_EPS) -> Floats:
     """(r - mean) / (std + eps): GRPO, arXiv 2402.03300. rewards_G -> advantages_G, float64.
 
-    `std` is the unbiased estimate (divides by G - 1), as TRL and verl have it; `unbiased=False` divides by
-    G. Equal rewards give exactly 0. Raises ValueError for a group of 1 or a reward that is not finite.
+    `std` is the unbiased estimate (divides by G - 1), as TRL and verl have it. Equal rewards give exactly 0.
+    Raises ValueError for a group of 1 or a reward that is not finite.
     """
     rewards_G = checked(rewards_G)
-    return centred(rewards_G) / (rewards_G.std(ddof=1 if unbiased else 0) + eps)
+    return centred(rewards_G) / (rewards_G.std(ddof=1) + eps)
 
 
 def mc(rewards_G: ArrayLike, eps: float = STD_EPS) -> Floats:
@@ -101,7 +101,7 @@ GroupEstimator = Callable[[Floats, Floats, AdvantageConfig], Floats]
 """rewards_G, lengths_G, config -> advantages_G."""
 
 ESTIMATORS: dict[str, GroupEstimator] = {
-    "grpo": lambda rewards_G, _, config: grpo(rewards_G, config.std_eps, config.unbiased_std),
+    "grpo": lambda rewards_G, _, config: grpo(rewards_G, config.std_eps),
     "dr_grpo": lambda rewards_G, _, config: dr_grpo(rewards_G),
     "rloo": lambda rewards_G, _, config: rloo(rewards_G),
     "opo": lambda rewards_G, lengths_G, config: opo(rewards_G, lengths_G),
