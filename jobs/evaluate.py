@@ -37,12 +37,13 @@ from jobs.launch import CALL_TIMEOUT_S, Cast
 from jobs.wiring import PRODUCTION, prepared
 from raypost.checkpoint import HF, verify_files
 from raypost.config import Config, load_config
+from raypost.config.identity import recipe_digest
 from raypost.errors import ClusterError, ConfigError, RaypostError, StoppedError
 from raypost.plan import plan
 from raypost.plan.checks import model_problems, source_problems
 from raypost.plan.cluster import describe, place
 from raypost.report.files import write_json
-from raypost.report.report_json import package_versions, recipe_digest
+from raypost.report.report_json import package_versions
 from raypost.report.terminal import scores_table
 from raypost.types import SyncReport
 

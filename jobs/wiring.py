@@ -29,6 +29,7 @@ from jobs.launch import CALL_TIMEOUT_S, Cast
 from jobs.roles import Roles
 from raypost.checkpoint import CheckpointDir
 from raypost.config import Config, ModelConfig
+from raypost.config.identity import run_digest
 from raypost.data.prompts import check_source, render
 from raypost.data.tokenizer import Tokenizer
 from raypost.errors import StoppedError
@@ -206,7 +207,7 @@ def _spawn_light(
         # Its time is not the run's: production goes on beside it.
         del watched["evaluator"]
     cast.add(Telemetry, cfg, watched, cast.started_s, name="telemetry")
-    fingerprint = {"config": plan.fingerprint(cfg)}
+    fingerprint = {"config": run_digest(cfg)}
     return Roles(
         cfg=cfg,
         stop=stop,

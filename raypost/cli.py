@@ -222,7 +222,7 @@ def _show_plan(config: Config, cluster: ClusterResources | None) -> None:
     console = _console()
     state = "continues the run that is there" if found.resumes else "new run"
     console.print(
-        f"[bold]{config.name}[/bold]: {escape(str(found.run_dir))} ({state}), fingerprint {found.fingerprint}"
+        f"[bold]{config.name}[/bold]: {escape(str(found.run_dir))} ({state}), digest {found.run_digest}"
     )
     table = Table("role", "actors", "count", "each reserves", "node", title="Placement", title_justify="left")
     for row in found.placement:

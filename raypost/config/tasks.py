@@ -101,6 +101,11 @@ class StrategyConfig(ConfigModel):
             return 0
         return self.hard_max_staleness if self.admission == "capacity" else self.max_staleness
 
+    @property
+    def bound_name(self) -> str:
+        """The key that sets `bound_periods`."""
+        return "hard_max_staleness" if self.admission == "capacity" else "max_staleness"
+
     def stale_threshold(self, sync_weights_interval: int) -> int | None:
         """Staleness in train steps from which a group is expired; None: no group ever is."""
         periods = self.bound_periods

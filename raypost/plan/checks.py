@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from raypost.config import Config, ModelConfig, TaskConfig, load_config
+from raypost.config.identity import run_identity
 from raypost.data.prompts import check_source, held_out, render
 from raypost.data.tokenizer import Tokenizer
 from raypost.errors import ConfigError
@@ -30,13 +31,6 @@ CONFIG_FILE = "config.yaml"
 
 PROMPT_CHECK_S = 0.3
 """How long prompts of a task are tokenised before a run starts, at most."""
-
-
-def identity(config: Config) -> dict[str, Any]:
-    """What makes a run this run: its configuration as plain data, without where its files lie and how far it
-    goes, so that a run can be continued for more steps."""
-    exclude: Any = {"name": True, "runs_dir": True, "model": {"cache_dir"}, "train": {"num_steps"}}
-    return config.model_dump(mode="json", exclude=exclude)
 
 
 def _problem(action: Callable[[], object]) -> list[str]:
@@ -284,10 +278,10 @@ def run_dir_problems(config: Config) -> list[str]:
     fix = f"choose another name=, or delete {run_dir}"
     if file.exists():
         try:
-            other = identity(load_config(file))
+            other = run_identity(load_config(file))
         except ConfigError as error:
             return [f"run folder {run_dir} holds a run whose {CONFIG_FILE} cannot be read ({error}): {fix}"]
-        different = _differences(other, identity(config))
+        different = _differences(other, run_identity(config))
         if different:
             return [f"run folder {run_dir} holds another run ({'; '.join(different[:4])}): {fix}"]
     elif existing == run_dir and (others := sorted(path.name for path in run_dir.iterdir())):

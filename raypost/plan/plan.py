@@ -7,17 +7,15 @@ checks.py (model, data, run folder) and cluster.py (cluster). Both `raypost plan
 
 from __future__ import annotations
 
-import hashlib
-import json
 from dataclasses import dataclass
 from pathlib import Path
 
 from raypost.config import Config
+from raypost.config.identity import run_digest
 from raypost.errors import ClusterError, ConfigError
 from raypost.plan.checks import (
     CONFIG_FILE,
     composition_problems,
-    identity,
     model_problems,
     run_dir_problems,
     source_problems,
@@ -42,7 +40,7 @@ from raypost.plan.schedule import (
 )
 from raypost.production.build import task_limits
 
-__all__ = ["Bound", "Bundle", "ClusterResources", "Plan", "bundles", "check", "fingerprint"]
+__all__ = ["Bound", "Bundle", "ClusterResources", "Plan", "bundles", "check"]
 
 
 @dataclass(slots=True, kw_only=True, frozen=True)
@@ -63,7 +61,7 @@ class Plan:
     run_dir: Path
     resumes: bool
     """The run folder holds this very run already: it continues."""
-    fingerprint: str
+    run_digest: str
     placement: tuple[Placement, ...]
     staleness: tuple[Bound, ...]
     batch: tuple[tuple[str, str], ...]
@@ -89,18 +87,13 @@ def check(config: Config, *, cluster: ClusterResources | None = None) -> Plan:
     return Plan(
         run_dir=config.run_dir,
         resumes=(config.run_dir / CONFIG_FILE).exists(),
-        fingerprint=fingerprint(config),
+        run_digest=run_digest(config),
         placement=tuple(_placement(config, homes)),
         staleness=tuple(bound(task, config) for task in config.tasks),
         batch=tuple(_batch(config).items()),
         transport=_transport(config),
         warnings=tuple([*_warnings(config), *_cluster_warnings(config, cluster, lacking, homes)]),
     )
-
-
-def fingerprint(config: Config) -> str:
-    """Identity of a run: equal for configurations that differ only in where its files lie."""
-    return hashlib.sha256(json.dumps(identity(config), sort_keys=True).encode()).hexdigest()[:16]
 
 
 def _placement(config: Config, homes: dict[str, str]) -> list[Placement]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from raypost.config import Config, TaskConfig
+from raypost.config import Config, StrategyConfig, TaskConfig
 from raypost.config.imports import load_function
 from raypost.errors import ConfigError
 from raypost.production.build import allocation_of, strategy_of
@@ -57,7 +57,7 @@ def started_at_once(task: TaskConfig, groups: int, config: Config) -> int:
 def bound(task: TaskConfig, config: Config) -> Bound:
     """How old the task's data may be."""
     strategy, interval = strategy_of(task, config), config.sync.sync_weights_interval
-    threshold = strategy.limits.stale_threshold
+    threshold = task.strategy.stale_threshold(interval)
     if threshold is None:
         return Bound(
             task=task.name,
@@ -68,12 +68,11 @@ def bound(task: TaskConfig, config: Config) -> Bound:
             beyond="trained: nothing expires",
         )
     steps = "on-policy" if threshold == 1 else f"{threshold - 1} step{'s' * (threshold > 2)} old"
-    name = "hard_max_staleness" if strategy.by_capacity else "max_staleness"
     return Bound(
         task=task.name,
         strategy=task.strategy.kind + (", by capacity" if strategy.by_capacity else ""),
         threshold=threshold,
-        rule=f"({name} {threshold // interval - 1} + 1) x sync_weights_interval {interval}",
+        rule=f"({task.strategy.bound_name} {task.strategy.bound_periods} + 1) x sync_weights_interval {interval}",
         oldest=f"staleness {threshold - 1}: {steps}",
         beyond="generated again" if strategy.limits.retry else "dropped",
     )
@@ -145,16 +144,16 @@ def _strategy_problems(task: TaskConfig, config: Config) -> Iterator[str]:
             f"hard_max_staleness {hard} < max_staleness {strategy.max_staleness}: groups that were admitted would "
             f"expire before they are trained; use at least {strategy.max_staleness}"
         )
-    yield from _token_problems(task, hard if paced else _max_staleness(task))
+    yield from _token_problems(strategy)
     if strategy.tail_batch_max_tries is not None and strategy.tail_batch_trigger_size < 0:
         yield (
             f"tail_batch_max_tries is {strategy.tail_batch_max_tries}, but tail_batch_trigger_size is -1: there is "
             "no tail batch to wait for, and the group would never be finished; use 0 or more"
         )
-    if config.sync.pause_mode == "keep" and not paced and _max_staleness(task) < 1:
+    if config.sync.pause_mode == "keep" and strategy.bound_periods == 0:
         yield (
-            f"max_staleness {_max_staleness(task)} < 1 with sync.pause_mode 'keep': what a sync freezes has "
-            "tokens of the version before, so it expires when it is done; use max_staleness 1 or pause_mode 'wait'"
+            f"{strategy.bound_name} 0 < 1 with sync.pause_mode 'keep': what a sync freezes has "
+            "tokens of the version before, so it expires when it is done; use 1 or pause_mode 'wait'"
         )
     functions = {
         "strategy.is_valid": strategy.is_valid,
@@ -169,17 +168,13 @@ def _strategy_problems(task: TaskConfig, config: Config) -> Iterator[str]:
                 yield str(error)
 
 
-def _token_problems(task: TaskConfig, bound_periods: int | None) -> Iterator[str]:
-    tokens = task.strategy.max_token_staleness
-    if tokens is not None and bound_periods is not None and tokens >= bound_periods:
+def _token_problems(strategy: StrategyConfig) -> Iterator[str]:
+    tokens, bound = strategy.max_token_staleness, strategy.bound_periods
+    if tokens is not None and bound is not None and tokens >= bound:
         yield (
-            f"max_token_staleness {tokens} >= max_staleness {bound_periods}: a group expires before one of its tokens "
-            f"is masked, so nothing ever is; use less than {bound_periods}, or null"
+            f"max_token_staleness {tokens} >= {strategy.bound_name} {bound}: a group expires before one of its tokens "
+            f"is masked, so nothing ever is; use less than {bound}, or null"
         )
-
-
-def _max_staleness(task: TaskConfig) -> int:
-    return 0 if task.strategy.kind == "sync" else task.strategy.max_staleness
 
 
 # ---------------------------------------------------------------- what surprises

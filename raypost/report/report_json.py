@@ -5,8 +5,6 @@ Idle fractions, overlap and windows are defined in busy_time.py; everything else
 
 from __future__ import annotations
 
-import hashlib
-import json
 import platform
 from collections import Counter
 from collections.abc import Iterable, Mapping
@@ -18,6 +16,7 @@ import numpy as np
 
 from raypost import metrics
 from raypost.config import Config
+from raypost.config.identity import recipe_digest
 from raypost.report import busy_time, formatting
 from raypost.report.eval_statistics import CONFIDENCE
 from raypost.report.record import Column, RunRecord
@@ -51,14 +50,6 @@ def package_versions() -> dict[str, str]:
         except metadata.PackageNotFoundError:
             continue
     return versions
-
-
-def recipe_digest(config: Config) -> str:
-    """12 hex digits, equal for runs that differ in nothing but name, seed and folders."""
-    recipe = config.model_dump(
-        mode="json", exclude={"name": True, "runs_dir": True, "seed": True, "model": {"cache_dir"}}
-    )
-    return hashlib.sha256(json.dumps(recipe, sort_keys=True).encode()).hexdigest()[:12]
 
 
 def build_report(record: RunRecord, config: Config) -> dict[str, Any]:

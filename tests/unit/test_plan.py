@@ -14,6 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from raypost.config import Config, load_config, parse_config
+from raypost.config.identity import run_digest
 from raypost.errors import ClusterError, ConfigError
 from raypost.plan import plan
 from raypost.plan.cluster import ClusterResources, bundles, place, shared_devices, shortages
@@ -325,13 +326,13 @@ def test_good_model_and_file_pass(tmp_path: Path) -> None:
 def test_the_same_run_is_resumed_wherever_its_folder_lies(tmp_path: Path) -> None:
     mine = other_run(tmp_path, model__cache_dir=str(tmp_path / "cache"), name="other-name")
     assert plan.check(mine).resumes
-    assert plan.check(mine).fingerprint == plan.fingerprint(config_of(tmp_path / "elsewhere", name="b"))
+    assert plan.check(mine).run_digest == run_digest(config_of(tmp_path / "elsewhere", name="b"))
 
 
 @pytest.mark.parametrize("place", ["seed", "train__batch_size", "tasks__0__group_size", "model__name"])
-def test_fingerprint_changes_with_whatever_changes_the_run(tmp_path: Path, place: str) -> None:
+def test_digest_of_a_run_changes_with_whatever_changes_the_run(tmp_path: Path, place: str) -> None:
     value = "smollm2-135m" if place == "model__name" else 77
-    assert plan.fingerprint(config_of(tmp_path)) != plan.fingerprint(config_of(tmp_path, **{place: value}))
+    assert run_digest(config_of(tmp_path)) != run_digest(config_of(tmp_path, **{place: value}))
 
 
 def test_an_empty_run_folder_is_a_new_run(tmp_path: Path) -> None:

@@ -14,10 +14,10 @@ import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from raypost.config import load_config
+from raypost.config.identity import recipe_digest
 from raypost.ledger.ledger import LEDGER_FILE, Ledger
 from raypost.plan import schedule
 from raypost.report import files, writer
-from raypost.report.report_json import recipe_digest
 from raypost.report.terminal import RunDisplay, report_text
 from raypost.report.writer import RunWriter, rebuild
 from raypost.types import GroupCounts, Span, Status

@@ -5,11 +5,13 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from raypost.config.imports import load_function
 from raypost.plan.schedule import bound, schedule_problems, started_at_once, strategy_warnings
-from raypost.production.build import buffer_bounds
-from tests.factories import make_config
+from raypost.production.build import buffer_bounds, task_limits
+from tests.factories import SMALLEST, make_config
 
 
 def no_weights(step: int, weights: dict[str, float]) -> dict[str, float]:
@@ -54,7 +56,7 @@ REFUSED = {
     ),
     "a mask above the hard bound": (
         strategy(**CAPACITY, hard_max_staleness=3, max_token_staleness=3),
-        "max_token_staleness 3 >= max_staleness 3",
+        "max_token_staleness 3 >= hard_max_staleness 3",
     ),
     "tries without a tail batch": (
         strategy(tail_batch_max_tries=3, tail_batch_trigger_size=-1),
@@ -109,6 +111,43 @@ def test_the_bound_of_admission_by_capacity_says_that_nothing_expires() -> None:
     assert (shown.threshold, shown.oldest) == (None, "staleness 5 in the mean")
     assert "6 batch(es)" in shown.rule
     assert started_at_once(config.tasks[0], 8, config) == 48
+
+
+STRATEGIES = st.fixed_dictionaries({
+    "kind": st.sampled_from(["async", "sync"]),
+    "admission": st.sampled_from(["horizon", "capacity"]),
+    "max_staleness": st.integers(0, 4),
+    "hard_max_staleness": st.none() | st.integers(0, 6),
+})  # fmt: skip
+
+
+def naive_threshold(strategy: dict[str, Any], interval: int) -> int | None:
+    """Staleness from which a group is expired, as docs/production.md says."""
+    if strategy["kind"] == "sync":
+        return interval
+    if strategy["admission"] == "horizon":
+        return int(strategy["max_staleness"] + 1) * interval
+    hard = strategy["hard_max_staleness"]
+    return None if hard is None else int(hard + 1) * interval
+
+
+@settings(max_examples=200, deadline=None)
+@given(strategies=st.lists(STRATEGIES, min_size=1, max_size=3), interval=st.integers(1, 4))
+def test_plan_buffer_and_report_have_one_staleness_bound(
+    strategies: list[dict[str, Any]], interval: int
+) -> None:
+    tasks = [SMALLEST["tasks"][0] | {"name": f"t{n}", "strategy": one} for n, one in enumerate(strategies)]
+    config = make_config(tasks=tasks, sync__sync_weights_interval=interval)
+    expected = [naive_threshold(one, interval) for one in strategies]
+    shown = [bound(task, config) for task in config.tasks]
+    assert [one.threshold for one in shown] == expected
+    assert [limits.stale_threshold for limits in task_limits(config).values()] == expected
+    for one, threshold in zip(shown, expected, strict=True):
+        if threshold is not None:
+            assert one.oldest.startswith(f"staleness {threshold - 1}:")
+            assert f" {threshold // interval - 1} + 1) x" in one.rule
+    largest = None if None in expected else max(one for one in expected if one is not None) - 1
+    assert config.staleness_bound == largest
 
 
 def test_a_limit_of_groups_in_flight_is_what_is_started_at_once() -> None:
