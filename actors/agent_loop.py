@@ -1,6 +1,6 @@
-"""AgentLoopWorker: runs groups through generation and judging. Groups cross its border in columnar form.
+"""AgentLoopWorker: runs groups through generation and judging. Groups travel in columnar form.
 
-AgentLoopPool is the same seen from a producer: an AgentLoop that sends each group to the least loaded
+AgentLoopPool is the producer's view of all of them: an AgentLoop that sends each group to the least loaded
 worker. A worker that dies is restarted by Ray and its groups are dispatched again.
 """
 
@@ -15,7 +15,6 @@ from raypost.config import Config, RolloutConfig, TaskConfig
 from raypost.config.imports import load_function
 from raypost.data.tokenizer import Tokenizer
 from raypost.packed import PackedGroups, pack_groups, unpack_groups
-from raypost.pause import PauseDeadlines
 from raypost.protocols import Generator, Judge
 from raypost.types import Group
 
@@ -27,11 +26,12 @@ MARGIN_S = 30.0
 
 
 class AgentLoopWorker(CallBatches):
-    """Hosts one agent loop a task."""
+    """Hosts one agent loop for each task."""
 
     def __init__(
         self, name: str, config: Config, model_path: str, generator: Generator, judge: Judge
     ) -> None:
+        """`model_path`: a folder with the tokenizer. `generator`: the rollout pool."""
         super().__init__()
         self._name = name
         tokenizer = Tokenizer.load(model_path)
@@ -40,6 +40,7 @@ class AgentLoopWorker(CallBatches):
         }
 
     def __repr__(self) -> str:
+        """Return the actor's name."""
         return self._name
 
     async def run(self, packed: PackedGroups) -> PackedGroups:
@@ -56,31 +57,19 @@ class AgentLoopWorker(CallBatches):
 def _build(
     task: TaskConfig, rollout: RolloutConfig, tokenizer: Tokenizer, generator: Generator, judge: Judge
 ) -> SingleTurnAgentLoop | EnvironmentAgentLoop:
-    grace_s = PauseDeadlines(rollout.pause_timeout_s).judge_grace_s
-    request_timeout_s = rollout.request_timeout_s + MARGIN_S
-    if task.agent_loop.kind == "single_turn":
-        return SingleTurnAgentLoop(
-            generator,
-            judge,
-            tokenizer.decode,
-            enable_partial_rollout=task.strategy.enable_partial_rollout,
-            request_timeout_s=request_timeout_s,
-            judge_grace_s=grace_s,
-        )
-    options = task.agent_loop
-    assert options.environment is not None, "the configuration was validated"
+    rollout = rollout.model_copy(update={"request_timeout_s": rollout.request_timeout_s + MARGIN_S})
+    options, strategy = task.agent_loop, task.strategy
+    if options.environment is None:
+        return SingleTurnAgentLoop(generator, judge, tokenizer.decode, rollout=rollout, strategy=strategy)
     make = load_function(options.environment, f"task {task.name!r}: agent_loop.environment")
     return EnvironmentAgentLoop(
         generator,
         functools.partial(make, **options.params),
         functools.partial(tokenizer.encode, add_special_tokens=False),
         tokenizer.decode,
-        max_turns=options.max_turns,
-        max_turn_tokens=options.max_turn_tokens,
-        enable_partial_rollout=task.strategy.enable_partial_rollout,
-        request_timeout_s=request_timeout_s,
-        step_timeout_s=options.step_timeout_s,
-        step_grace_s=grace_s,
+        options,
+        rollout=rollout,
+        strategy=strategy,
         retryable=ACTOR_ERRORS,
     )
 

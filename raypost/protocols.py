@@ -49,6 +49,13 @@ class AgentLoop(Protocol):
         """
         ...
 
+    async def interrupt(self) -> None:
+        """End judging within its grace period; its members come back ABORTED. Repeatable; called by an abort.
+
+        A loop whose judging takes no time to speak of does nothing here.
+        """
+        ...
+
 
 class Judge(Protocol):
     """Scores responses."""

@@ -15,7 +15,7 @@ from raypost.agent_loop.environment import Environment, EnvironmentAgentLoop
 from raypost.collector.collector import Collector
 from raypost.collector.gated_generator import GatedGenerator
 from raypost.collector.options import PAUSE_TIMEOUT_S, CollectorOptions
-from raypost.config import StrategyConfig, TaskConfig
+from raypost.config import AgentLoopConfig, RolloutConfig, StrategyConfig, TaskConfig
 from raypost.config.imports import load_function
 from raypost.data.prompts import Prompt, build_source, render
 from raypost.data.sampler import Sampler, Source, Stream
@@ -71,11 +71,11 @@ def collect(
             environment,
             functools.partial(tokenizer.encode, add_special_tokens=False),
             tokenizer.decode,
-            max_turns=max_turns,
-            max_turn_tokens=max_turn_tokens,
-            enable_partial_rollout=config.strategy.enable_partial_rollout,
-            step_timeout_s=step_timeout_s,
-            step_grace_s=options.get("pause_timeout_s", PAUSE_TIMEOUT_S) / 4,
+            AgentLoopConfig(
+                max_turns=max_turns, max_turn_tokens=max_turn_tokens, step_timeout_s=step_timeout_s
+            ),
+            rollout=RolloutConfig(pause_timeout_s=options.get("pause_timeout_s", PAUSE_TIMEOUT_S)),
+            strategy=config.strategy,
             retryable=options.get("retryable", ()),
         )
     strategy = (

@@ -138,9 +138,7 @@ class Pausing:
         try:
             await self._control.pause(mode)
             for agent_loop in loops.values() if mode == "abort" else ():
-                interrupt = getattr(agent_loop, "interrupt", None)
-                if interrupt is not None:
-                    await interrupt()
+                await agent_loop.interrupt()
         except self._context.retryable as error:
             log.warning("a pause request met a dead process (%s); it is sent again", type(error).__name__)
             return False

@@ -39,7 +39,7 @@ from raypost.trainer.batch.sft import SftExamples
 from raypost.trainer.batch.train_batch import plan_batch
 from raypost.types import Group, RolloutState, SampleParams, Status
 from raypost.weights.manifest import verify, views
-from tests.actors.unreliable import Unreliable
+from tests.actors.failing_ranks import FailingRank
 from tests.factories import CHAIN_SUM, make_config
 
 pytestmark = [pytest.mark.usefixtures("local_ray"), pytest.mark.timeout(300)]
@@ -656,7 +656,7 @@ async def test_exported_model_gives_the_logprobs_of_the_trainer(fresh, fresh_pai
 
 @pytest.mark.parametrize("stage", [0, 1, 3])
 async def test_a_restored_run_goes_on_bit_for_bit(solo, sft, tmp_path, stage):
-    noisy = {"kind": "tests.actors.noisy:noisy"}
+    noisy = {"kind": "tests.actors.random_loss:random_loss"}
     config, folder = train_config(zero_stage=stage, sft=sft, loss=noisy), str(tmp_path)
     straight, _ = (await solo._each("weights_after", config, 4, "", 2, folder))[0]
     resumed, _ = (await solo._each("weights_after", config, 4, folder))[0]
@@ -854,7 +854,7 @@ async def test_time_is_accounted_for_by_kind_and_actor(fresh, tmp_path):
 
 
 async def test_a_broken_rank_is_not_waited_for_and_a_late_one_is_named():
-    group = make_group("", train_config(num_workers=2, step_timeout_s=4), Unreliable)
+    group = make_group("", train_config(num_workers=2, step_timeout_s=4), FailingRank)
     await asyncio.gather(*(worker.close.remote() for worker in group._workers))
     now = asyncio.get_running_loop().time
     start = now()

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import pytest
 
 from raypost.agent_loop.single_turn import SingleTurnAgentLoop
+from raypost.config import RolloutConfig
 from raypost.errors import JudgeError, NoWorkersError, WaitTimeoutError
 from raypost.pause import PauseDeadlines
 from raypost.types import (
@@ -17,72 +17,27 @@ from raypost.types import (
     GenerateRequest,
     GenerateResult,
     Group,
-    IntArray,
-    RolloutState,
     Status,
 )
 from tests.unit.production import STOP, state, virtual
+from tests.unit.scripted_generator import (
+    NOT_PARTIAL,
+    TEN_SECONDS_OF_GRACE,
+    Scorer,
+    ScriptedGenerator,
+    decode,
+    init,
+    of,
+    result,
+)
 
 
-def result(ids: list[int], reason: str, version: int = 0, logprobs: int | None = None) -> GenerateResult:
-    return GenerateResult(
-        response_ids=np.asarray(ids, np.int32),
-        logprobs=np.full(len(ids) if logprobs is None else logprobs, -0.5, np.float32),
-        policy_versions=np.full(len(ids), version, np.int32),
-        finish_reason=reason,
-        worker="w0",
-    )
-
-
-class Engine:
-    """Answers what `script` says; records what was asked."""
-
-    def __init__(self, script: Callable[[GenerateRequest], Any]) -> None:
-        self.script, self.requests = script, []
-
-    async def generate(self, request: GenerateRequest) -> GenerateResult:
-        self.requests.append(request)
-        answer = self.script(request)
-        if isinstance(answer, BaseException):
-            raise answer
-        if answer is None:
-            await asyncio.sleep(1e9)
-        return answer
-
-
-class Scorer:
-    """Reward 1 for everybody, after `seconds`, or raises."""
-
-    def __init__(self, seconds: float = 0.0, rewards: list[float] | BaseException | None = None) -> None:
-        self.seconds, self.rewards, self.calls = seconds, rewards, []
-
-    async def judge(self, states: list[RolloutState]) -> list[float]:
-        self.calls.append([one.sample_index for one in states])
-        await asyncio.sleep(self.seconds)
-        if isinstance(self.rewards, BaseException):
-            raise self.rewards
-        return [1.0] * len(states) if self.rewards is None else self.rewards
-
-
-def decode(ids: IntArray) -> str:
-    return " ".join(map(str, ids))
-
-
-def init(count: int = 1, max_tokens: int = 16) -> Group:
-    states = [state([], sample_index=i, status=Status.INIT, max_tokens=max_tokens) for i in range(count)]
-    return Group(task="default", group_id=0, states=states)
-
-
-def of(*states: RolloutState) -> Group:
-    return Group(task="default", group_id=0, states=list(states))
-
-
-def run(engine: Engine, judge: Scorer, one: Group, **options: Any) -> Group:
+def run(engine: ScriptedGenerator, judge: Scorer, one: Group, **options: Any) -> Group:
     return virtual(SingleTurnAgentLoop(engine, judge, decode, **options).run(one))
 
 
 def test_a_fresh_member_is_generated_and_judged() -> None:
-    engine, judge = Engine(lambda _: result([9, STOP], "stop", 3)), Scorer()
+    engine, judge = ScriptedGenerator(lambda _: result([9, STOP], "stop", 3)), Scorer()
     done = run(engine, judge, init(2))
     assert done.status is Status.COMPLETED and judge.calls == [[0, 1]]
     one = done.states[0]
@@ -94,7 +49,7 @@ def test_a_fresh_member_is_generated_and_judged() -> None:
 def test_a_continuation_sends_the_exact_ids_and_what_is_left_of_the_budget() -> None:
     """N22."""
     one = state([5] * 30, status=Status.ABORTED, max_tokens=100, prompt_ids=list(range(3, 13)))
-    engine = Engine(lambda request: result([7] * request.sample_params.max_tokens, "length", 6))
+    engine = ScriptedGenerator(lambda request: result([7] * request.sample_params.max_tokens, "length", 6))
     done = run(engine, Scorer(), of(one)).states[0]
     (request,) = engine.requests
     assert request.token_ids.tolist() == [*range(3, 13), *range(10, 40)]
@@ -107,7 +62,7 @@ def test_a_continuation_sends_the_exact_ids_and_what_is_left_of_the_budget() -> 
 def test_requests_have_the_priority_of_their_trajectory() -> None:
     group = init(2)
     group.states[1].priority = EVALUATION_PRIORITY
-    engine = Engine(lambda _: result([STOP], "stop"))
+    engine = ScriptedGenerator(lambda _: result([STOP], "stop"))
     run(engine, Scorer(), group)
     assert [request.priority for request in engine.requests] == [0, EVALUATION_PRIORITY]
 
@@ -115,7 +70,7 @@ def test_requests_have_the_priority_of_their_trajectory() -> None:
 def test_two_interruptions_keep_tokens_versions_and_alignment() -> None:
     """N23."""
     answers = iter([result([9] * 3, "abort", 5), result([9] * 2, "Abort", 7), result([9] * 4, "stop", 8)])
-    engine, judge, one = Engine(lambda _: next(answers)), Scorer(), init()
+    engine, judge, one = ScriptedGenerator(lambda _: next(answers)), Scorer(), init()
     for aborts in (1, 2):
         one = run(engine, judge, one)
         assert (one.status, one.states[0].num_aborts) == (Status.ABORTED, aborts)
@@ -134,7 +89,7 @@ def test_two_interruptions_keep_tokens_versions_and_alignment() -> None:
 def test_an_abort_after_the_last_token_is_complete_without_another_request(
     ids: list[int], max_tokens: int
 ) -> None:
-    engine = Engine(lambda _: result(ids, "abort"))
+    engine = ScriptedGenerator(lambda _: result(ids, "abort"))
     assert run(engine, Scorer(), init(max_tokens=max_tokens)).status is Status.COMPLETED
     one = state([0] * len(ids), status=Status.ABORTED, max_tokens=max_tokens)
     one.response_ids = np.asarray(ids, np.int32)
@@ -144,35 +99,40 @@ def test_an_abort_after_the_last_token_is_complete_without_another_request(
 
 @pytest.mark.parametrize("reason", ["STOP", "Length", "tool_calls"])
 def test_finish_reasons_are_read_whatever_their_case(reason: str) -> None:
-    assert run(Engine(lambda _: result([9], reason)), Scorer(), init()).status is Status.COMPLETED
+    assert run(ScriptedGenerator(lambda _: result([9], reason)), Scorer(), init()).status is Status.COMPLETED
 
 
 def test_a_stop_token_at_the_end_of_the_prompt_does_not_finish_it() -> None:
     one = state([], status=Status.INIT, prompt_ids=[5, STOP])
-    engine = Engine(lambda _: result([9, STOP], "stop"))
+    engine = ScriptedGenerator(lambda _: result([9, STOP], "stop"))
     assert run(engine, Scorer(), of(one)).states[0].num_tokens == 2
 
 
 def test_without_partial_rollout_an_interrupted_member_starts_again() -> None:
     answers = iter([result([9] * 3, "abort"), result([8, STOP], "stop")])
-    engine = Engine(lambda _: next(answers))
-    once = run(engine, Scorer(), init(), enable_partial_rollout=False)
+    engine = ScriptedGenerator(lambda _: next(answers))
+    once = run(engine, Scorer(), init(), strategy=NOT_PARTIAL)
     assert (once.status, once.num_tokens, once.states[0].num_aborts) == (Status.ABORTED, 0, 1)
-    done = run(engine, Scorer(), once, enable_partial_rollout=False).states[0]
+    done = run(engine, Scorer(), once, strategy=NOT_PARTIAL).states[0]
     assert done.response_ids.tolist() == [8, STOP]
     assert engine.requests[1].token_ids.tolist() == [5, 6]
 
 
 def test_without_partial_rollout_a_kept_prefix_is_dropped_first() -> None:
-    engine = Engine(lambda _: result([8, STOP], "stop"))
-    done = run(engine, Scorer(), of(state([1, 1], status=Status.ABORTED)), enable_partial_rollout=False)
+    engine = ScriptedGenerator(lambda _: result([8, STOP], "stop"))
+    done = run(
+        engine,
+        Scorer(),
+        of(state([1, 1], status=Status.ABORTED)),
+        strategy=NOT_PARTIAL,
+    )
     assert done.states[0].response_ids.tolist() == [8, STOP]
     assert engine.requests[0].sample_params.max_tokens == 16
 
 
 def test_completed_members_are_neither_generated_nor_judged_again() -> None:
     """N25: also while their sibling is interrupted."""
-    engine, judge = Engine(lambda _: result([9], "abort")), Scorer(rewards=[0.0])
+    engine, judge = ScriptedGenerator(lambda _: result([9], "abort")), Scorer(rewards=[0.0])
     kept = state([1, 1], sample_index=0, reward=0.25)
     group = of(kept, state([1], sample_index=1, status=Status.ABORTED))
     assert run(engine, judge, group).status is Status.ABORTED
@@ -183,7 +143,7 @@ def test_completed_members_are_neither_generated_nor_judged_again() -> None:
 
 
 def test_expired_members_start_again() -> None:
-    engine = Engine(lambda _: result([STOP], "stop", 4))
+    engine = ScriptedGenerator(lambda _: result([STOP], "stop", 4))
     done = run(engine, Scorer(), of(state([1, 1], status=Status.EXPIRED)))
     assert done.states[0].policy_versions.tolist() == [4]
 
@@ -208,7 +168,7 @@ def test_a_failure_is_failed_with_its_reason_and_siblings_go_on(answer: Any, err
         first.append(request.request_id)
         return answer if len(first) == 1 else result([STOP], "stop")
 
-    done = run(Engine(script), Scorer(), init(2))
+    done = run(ScriptedGenerator(script), Scorer(), init(2))
     failed, fine = done.states
     assert (failed.status, failed.reward) == (Status.FAILED, None) and error in str(failed.error)
     assert (fine.status, fine.reward) == (Status.COMPLETED, 1.0)
@@ -221,7 +181,7 @@ def test_a_failure_is_failed_with_its_reason_and_siblings_go_on(answer: Any, err
     ids=["raises", "hangs", "short", "nan"],
 )
 def test_a_judges_failure_is_never_a_reward(rewards: Any) -> None:
-    done = run(Engine(lambda _: result([STOP], "stop")), Scorer(rewards=rewards), init(2))
+    done = run(ScriptedGenerator(lambda _: result([STOP], "stop")), Scorer(rewards=rewards), init(2))
     assert {(one.status, one.reward) for one in done.states} == {(Status.FAILED, None)}
     assert all(one.error for one in done.states)
 
@@ -229,15 +189,15 @@ def test_a_judges_failure_is_never_a_reward(rewards: Any) -> None:
 @pytest.mark.parametrize("error", [NoWorkersError("all gone"), ConnectionError("host died")])
 def test_what_is_no_members_fault_is_raised(error: Exception) -> None:
     with pytest.raises(type(error)):
-        run(Engine(lambda _: error), Scorer(), init(2))
+        run(ScriptedGenerator(lambda _: error), Scorer(), init(2))
     with pytest.raises(type(error)):
-        run(Engine(lambda _: result([STOP], "stop")), Scorer(rewards=error), init(2))
+        run(ScriptedGenerator(lambda _: result([STOP], "stop")), Scorer(rewards=error), init(2))
 
 
 def test_interrupted_judging_keeps_the_tokens_and_is_done_later() -> None:
     async def main() -> None:
-        engine, judge = Engine(lambda _: result([9, 8], "stop", 1)), Scorer(seconds=1000)
-        loop = SingleTurnAgentLoop(engine, judge, decode, judge_grace_s=10)
+        engine, judge = ScriptedGenerator(lambda _: result([9, 8], "stop", 1)), Scorer(seconds=1000)
+        loop = SingleTurnAgentLoop(engine, judge, decode, rollout=TEN_SECONDS_OF_GRACE)
         running = asyncio.create_task(loop.run(init(2)))
         await asyncio.sleep(1)
         await loop.interrupt()
@@ -257,12 +217,14 @@ def test_judging_that_began_between_two_interrupts_ends_within_its_grace_after_t
         judge = Scorer(seconds=1000)
         asked = asyncio.Event()
 
-        class Late(Engine):
+        class Late(ScriptedGenerator):
             async def generate(self, request: GenerateRequest) -> GenerateResult:
                 await asked.wait()
                 return result([9, STOP], "stop")
 
-        loop = SingleTurnAgentLoop(Late(lambda _: None), judge, decode, judge_grace_s=deadlines.judge_grace_s)
+        loop = SingleTurnAgentLoop(
+            Late(lambda _: None), judge, decode, rollout=RolloutConfig(pause_timeout_s=120)
+        )
         running = asyncio.create_task(loop.run(init()))
         await loop.interrupt()
         await asyncio.sleep(1)
@@ -281,7 +243,10 @@ def test_judging_that_began_between_two_interrupts_ends_within_its_grace_after_t
 def test_judging_that_ends_within_the_grace_period_counts() -> None:
     async def main() -> None:
         loop = SingleTurnAgentLoop(
-            Engine(lambda _: result([STOP], "stop")), Scorer(seconds=5), decode, judge_grace_s=10
+            ScriptedGenerator(lambda _: result([STOP], "stop")),
+            Scorer(seconds=5),
+            decode,
+            rollout=TEN_SECONDS_OF_GRACE,
         )
         running = asyncio.create_task(loop.run(init()))
         await asyncio.sleep(1)
@@ -294,7 +259,9 @@ def test_judging_that_ends_within_the_grace_period_counts() -> None:
 def test_a_cancelled_run_leaves_no_member_that_looks_finished_and_no_judge_running() -> None:
     async def main() -> None:
         one = init()
-        loop = SingleTurnAgentLoop(Engine(lambda _: result([STOP], "stop")), Scorer(seconds=99), decode)
+        loop = SingleTurnAgentLoop(
+            ScriptedGenerator(lambda _: result([STOP], "stop")), Scorer(seconds=99), decode
+        )
         running = asyncio.create_task(loop.run(one))
         await asyncio.sleep(1)
         running.cancel()

@@ -9,24 +9,25 @@ from typing import Any
 import pytest
 
 from raypost.agent_loop.environment import Observation
+from raypost.config import AgentLoopConfig
 from raypost.errors import NoWorkersError, WaitTimeoutError
 from raypost.types import (
     GenerateResult,
     Group,
     Status,
 )
-from tests.unit.playing import (
+from tests.unit.production import STOP, virtual
+from tests.unit.scripted_environments import (
+    AnswersInTurn,
     AsyncEcho,
     Echo,
-    Engine,
     environment,
     init,
     loop_of,
     really,
-    result,
     run,
 )
-from tests.unit.production import STOP, virtual
+from tests.unit.scripted_generator import result
 
 # ---------------------------------------------------------------- failures
 
@@ -41,7 +42,8 @@ def broken(method: str, error: Any) -> type[Echo]:
             return error
         return await getattr(AsyncEcho, method)(self, argument)
 
-    return environment(turns=1, **{method: fails})
+    attributes: dict[str, Any] = {method: fails}
+    return environment(turns=1, **attributes)
 
 
 @pytest.mark.parametrize(
@@ -60,7 +62,7 @@ def test_an_environments_failure_is_failed_with_its_reason_and_siblings_go_on(
     kind: type[Echo], error: str
 ) -> None:
     kind.made.clear()
-    failed, fine = run(Engine(result([STOP])), kind, init(2)).states
+    failed, fine = run(AnswersInTurn(result([STOP])), kind, init(2)).states
     assert (failed.status, failed.reward) == (Status.FAILED, None) and error in str(failed.error)
     assert (fine.status, fine.reward) == (Status.COMPLETED, 1.0)
     assert [one.closed for one in kind.made] == [1, 1]
@@ -70,7 +72,7 @@ def test_an_environment_that_cannot_be_made_fails_its_trajectory() -> None:
     def make() -> Any:
         raise RuntimeError("no licence")
 
-    (one,) = run(Engine(result([STOP])), make, init()).states
+    (one,) = run(AnswersInTurn(result([STOP])), make, init()).states
     assert one.status is Status.FAILED and "no licence" in str(one.error)
 
 
@@ -86,17 +88,17 @@ def test_an_environment_that_cannot_be_made_fails_its_trajectory() -> None:
 )
 def test_a_generators_failure_calls_no_environment(answer: Any, error: str) -> None:
     kind = environment()
-    (one,) = run(Engine(answer), kind, init()).states
+    (one,) = run(AnswersInTurn(answer), kind, init()).states
     assert one.status is Status.FAILED and error in str(one.error)
     assert kind.made[0].actions == [] and kind.made[0].closed == 1
 
 
 def test_what_is_no_members_fault_is_raised() -> None:
     with pytest.raises(NoWorkersError):
-        run(Engine(NoWorkersError("all gone")), environment(), init(2))
+        run(AnswersInTurn(NoWorkersError("all gone")), environment(), init(2))
     with pytest.raises(ConnectionError):
         kind = broken("step", ConnectionError("host died"))
-        run(Engine(result([STOP])), kind, init(2), retryable=(ConnectionError,))
+        run(AnswersInTurn(result([STOP])), kind, init(2), retryable=(ConnectionError,))
 
 
 def test_what_is_raised_waits_for_the_siblings() -> None:
@@ -104,7 +106,7 @@ def test_what_is_raised_waits_for_the_siblings() -> None:
         kind = broken("step", ConnectionError("host died"))
         kind.seconds = 5.0
         with pytest.raises(ConnectionError):
-            await loop_of(Engine(result([STOP])), kind, retryable=(ConnectionError,)).run(init(2))
+            await loop_of(AnswersInTurn(result([STOP])), kind, retryable=(ConnectionError,)).run(init(2))
         assert kind.made[1].actions == ["2"] and [one.closed for one in kind.made] == [1, 1]
         assert asyncio.all_tasks() == {asyncio.current_task()}
 
@@ -112,7 +114,12 @@ def test_what_is_raised_waits_for_the_siblings() -> None:
 
 
 def test_an_environment_that_hangs_is_failed_at_its_deadline() -> None:
-    (one,) = run(Engine(result([STOP])), environment(seconds=1e6), init(), step_timeout_s=30).states
+    (one,) = run(
+        AnswersInTurn(result([STOP])),
+        environment(seconds=1e6),
+        init(),
+        options=AgentLoopConfig(step_timeout_s=30),
+    ).states
     assert one.status is Status.FAILED and "longer than step_timeout_s=30" in str(one.error)
 
 
@@ -128,7 +135,7 @@ def test_plain_environments_block_neither_the_loop_nor_each_other() -> None:
     kind = environment(Echo, answer=answer)
 
     async def main() -> Group:
-        running = asyncio.create_task(loop_of(Engine(result([STOP])), kind).run(init(8)))
+        running = asyncio.create_task(loop_of(AnswersInTurn(result([STOP])), kind).run(init(8)))
         while sum(len(one.actions) for one in kind.made) < 8:
             await asyncio.sleep(0.001)
         released.set()
@@ -144,7 +151,7 @@ def test_a_plain_environment_that_runs_out_of_its_script_is_a_failure_not_a_hang
     def answer(self: Any, turn: int) -> Observation:
         return next(iter(()))
 
-    (one,) = really(Engine(result([STOP])), environment(Echo, answer=answer), init()).states
+    (one,) = really(AnswersInTurn(result([STOP])), environment(Echo, answer=answer), init()).states
     assert one.status is Status.FAILED and "StopIteration" in str(one.error)
 
 
@@ -166,7 +173,7 @@ def test_a_cancelled_step_has_ended_before_its_environment_is_closed() -> None:
             async def close(self) -> None:  # type: ignore[override]
                 events.append("closed")
 
-        running = asyncio.create_task(loop_of(Engine(result([STOP])), Careful).run(init()))
+        running = asyncio.create_task(loop_of(AnswersInTurn(result([STOP])), Careful).run(init()))
         await asyncio.sleep(1)
         running.cancel()
         await asyncio.wait([running])
@@ -190,7 +197,7 @@ def test_a_plain_environment_is_closed_in_its_own_thread_after_what_it_was_doing
     kind = environment(Echo, answer=answer, close=close)
 
     async def main() -> None:
-        running = asyncio.create_task(loop_of(Engine(result([STOP])), kind).run(init()))
+        running = asyncio.create_task(loop_of(AnswersInTurn(result([STOP])), kind).run(init()))
         while not (kind.made and kind.made[0].actions):
             await asyncio.sleep(0.001)
         running.cancel()
@@ -206,7 +213,7 @@ def test_a_plain_environment_is_closed_in_its_own_thread_after_what_it_was_doing
 def test_a_cancelled_run_closes_its_environments_and_leaves_no_task() -> None:
     async def main() -> None:
         kind, group = environment(seconds=5.0), init(2)
-        running = asyncio.create_task(loop_of(Engine(result([STOP])), kind).run(group))
+        running = asyncio.create_task(loop_of(AnswersInTurn(result([STOP])), kind).run(group))
         await asyncio.sleep(7)
         running.cancel()
         with pytest.raises(asyncio.CancelledError):

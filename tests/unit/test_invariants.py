@@ -29,7 +29,7 @@ from tests.unit.production import (
     task_config,
     virtual,
 )
-from tests.unit.test_agent_loop import Scorer, decode, init, result
+from tests.unit.scripted_generator import Scorer, decode, init, result
 
 # ---------------------------------------------------------------- 5: one length, and never another token
 

@@ -31,7 +31,7 @@ from raypost.types import Group, Status, group_status
 from tests.factories import make_config, plain_config, refusal_of
 from tests.unit.buffer_groups import counts, group, ids, lease_ids, now, only, put
 from tests.unit.production import World, fate, producing, state, task_config, train_step, virtual
-from tests.unit.test_agent_loop import Engine, Scorer, decode, of, result
+from tests.unit.scripted_generator import Scorer, ScriptedGenerator, decode, of, result
 from tests.unit.test_strategy import opened
 
 INIT, COMPLETED, ABORTED = Status.INIT, Status.COMPLETED, Status.ABORTED
@@ -265,7 +265,7 @@ async def failed_group_has_no_reward() -> None:
 
 @row(22)
 async def continuation_sends_what_there_is_and_asks_for_the_rest() -> None:
-    engine = Engine(lambda request: result([9] * request.sample_params.max_tokens, "length"))
+    engine = ScriptedGenerator(lambda request: result([9] * request.sample_params.max_tokens, "length"))
     begun = state([0] * 30, status=ABORTED, max_tokens=100, prompt_ids=list(range(3, 13)))
     (done,) = (await SingleTurnAgentLoop(engine, Scorer(), decode).run(of(begun))).states
     (request,) = engine.requests
@@ -277,7 +277,7 @@ async def continuation_sends_what_there_is_and_asks_for_the_rest() -> None:
 async def two_interruptions_keep_every_version() -> None:
     parts = iter([result([9] * 3, "abort", 5), result([9] * 2, "abort", 7), result([9] * 4, "stop", 8)])
     loop, one = (
-        SingleTurnAgentLoop(Engine(lambda _: next(parts)), Scorer(), decode),
+        SingleTurnAgentLoop(ScriptedGenerator(lambda _: next(parts)), Scorer(), decode),
         of(state([], status=INIT)),
     )
     for _ in range(3):
@@ -302,7 +302,7 @@ async def only_new_tokens_are_produced() -> None:
 @row(25)
 async def completed_member_of_an_interrupted_group() -> None:
     """Differs: it stays COMPLETED with its reward, and is judged once."""
-    engine, judge = Engine(lambda _: result([9], "abort")), Scorer(rewards=[0.0])
+    engine, judge = ScriptedGenerator(lambda _: result([9], "abort")), Scorer(rewards=[0.0])
     kept, other = state([1], reward=0.25), state([], sample_index=1, status=INIT)
     done = await SingleTurnAgentLoop(engine, judge, decode).run(of(kept, other))
     assert (done.status, kept.status, kept.reward) == (ABORTED, COMPLETED, 0.25)

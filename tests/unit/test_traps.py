@@ -19,7 +19,7 @@ from raypost.packed import unpack_groups
 from raypost.pause import PauseMode
 from raypost.types import GenerateRequest, GenerateResult, Group, Status
 from tests.unit.production import STOP, HostDied, Pool, World, producing, task_config, virtual
-from tests.unit.test_agent_loop import Scorer, decode, init, result
+from tests.unit.scripted_generator import Scorer, decode, init, result
 from tests.unit.test_numbers import TABLE, names_of, progress_of, strategy
 
 ROOT = Path(__file__).resolve().parents[2]

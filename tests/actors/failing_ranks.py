@@ -10,7 +10,7 @@ from raypost.config import Config
 from raypost.errors import CheckpointError
 
 
-class Unreliable:
+class FailingRank:
     """Step 1: rank 1 is broken and rank 0 waits for it. Step 2: rank 1 does not answer."""
 
     def __init__(self, config: Config, model_path: str, rank: int) -> None:

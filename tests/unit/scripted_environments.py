@@ -1,4 +1,4 @@
-"""A world for environment loops without Ray: a scripted engine and scripted environments."""
+"""Environments that answer by script, and agent loops over them, for tests without Ray."""
 
 from __future__ import annotations
 
@@ -12,40 +12,21 @@ import numpy as np
 from raypost.agent_loop.environment import EnvironmentAgentLoop, Observation
 from raypost.packed import pack_groups, unpack_groups
 from raypost.types import (
-    GenerateRequest,
-    GenerateResult,
     Group,
     IntArray,
     RolloutState,
     SampleParams,
 )
 from tests.unit.production import STOP, virtual
+from tests.unit.scripted_generator import ScriptedGenerator, decode
 
 
-def result(ids: list[int], reason: str = "stop", version: int = 0) -> GenerateResult:
-    return GenerateResult(
-        response_ids=np.asarray(ids, np.int32),
-        logprobs=np.full(len(ids), -0.5, np.float32),
-        policy_versions=np.full(len(ids), version, np.int32),
-        finish_reason=reason,
-        worker="w0",
-    )
-
-
-class Engine:
-    """Answers what `script` says; records what was asked."""
+class AnswersInTurn(ScriptedGenerator):
+    """Gives one answer a request, the last one again and again: a result, an error, or None to hang."""
 
     def __init__(self, *answers: Any) -> None:
-        self.answers, self.requests = list(answers), []
-
-    async def generate(self, request: GenerateRequest) -> GenerateResult:
-        self.requests.append(request)
-        answer = self.answers.pop(0) if len(self.answers) > 1 else self.answers[0]
-        if isinstance(answer, BaseException):
-            raise answer
-        if answer is None:
-            await asyncio.sleep(1e9)
-        return answer
+        self._answers = list(answers)
+        super().__init__(lambda _: self._answers.pop(0) if len(self._answers) > 1 else self._answers[0])
 
 
 class Echo:
@@ -53,6 +34,7 @@ class Echo:
 
     turns = 3
     reset_text = ""
+    seconds = 0.0
     made: list[Echo]
 
     def __init__(self) -> None:
@@ -79,9 +61,7 @@ class Echo:
 
 
 class AsyncEcho(Echo):
-    """The same, asynchronous."""
-
-    seconds = 0.0
+    """The same, asynchronous; each call takes `seconds`."""
 
     async def reset(self, metadata: dict[str, Any]) -> Observation:  # type: ignore[override]
         await asyncio.sleep(self.seconds)
@@ -103,10 +83,6 @@ def environment(base: type[Echo] = AsyncEcho, **attributes: Any) -> type[Echo]:
 
 def encode(text: str) -> IntArray:
     return np.asarray([int(word) for word in text.split()], np.int32)
-
-
-def decode(ids: IntArray) -> str:
-    return " ".join(map(str, ids))
 
 
 def init(count: int = 1, max_tokens: int = 32) -> Group:

@@ -12,7 +12,7 @@ from raypost.config import LossConfig
 from raypost.trainer.algorithm.losses import LossTokens, ppo
 
 
-def noisy(tokens: LossTokens, config: LossConfig) -> tuple[Tensor, Tensor]:
+def random_loss(tokens: LossTokens, config: LossConfig) -> tuple[Tensor, Tensor]:
     """`ppo`, scaled at random."""
     loss_T, clipped_T = ppo(tokens, config)
     return loss_T * (0.5 + random.random() + np.random.random() + torch.rand(())), clipped_T
