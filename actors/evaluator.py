@@ -16,7 +16,8 @@ import copy
 from collections import defaultdict
 
 from raypost.config import Config, TaskConfig
-from raypost.data.prompts import held_out, render
+from raypost.data.prompt import render
+from raypost.data.task_source import held_out
 from raypost.data.tokenizer import Tokenizer
 from raypost.errors import RaypostError, StaleWeightsError, WaitTimeoutError
 from raypost.metrics import EVAL_TOKENS_MEAN

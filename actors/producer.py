@@ -16,8 +16,9 @@ import ray
 from actors.remote import ACTOR_ERRORS
 from raypost.checkpoint import CheckpointDir
 from raypost.config import Config
-from raypost.data.prompts import build_source, render
+from raypost.data.prompt import render
 from raypost.data.sampler import Sampler
+from raypost.data.task_source import build_source
 from raypost.data.tokenizer import Tokenizer
 from raypost.ledger.ledger import LEDGER_FILE, Ledger
 from raypost.packed import PackedGroups

@@ -22,8 +22,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from raypost.config import Config, load_config
-from raypost.data.prompts import Prompt, build_source, held_out, render
+from raypost.data.prompt import Prompt, render
 from raypost.data.sampler import Sampler
+from raypost.data.task_source import build_source, held_out
 from raypost.data.tokenizer import Tokenizer
 from raypost.judges.rules import RuleJudge, build_judge
 from raypost.models.resolve import resolve_model

@@ -30,7 +30,8 @@ from jobs.roles import Roles
 from raypost.checkpoint import CheckpointDir
 from raypost.config import Config, ModelConfig
 from raypost.config.identity import run_digest
-from raypost.data.prompts import check_source, render
+from raypost.data.prompt import render
+from raypost.data.task_source import check_source
 from raypost.data.tokenizer import Tokenizer
 from raypost.errors import StoppedError
 from raypost.judges.reward_model import check_reward_model

@@ -17,8 +17,10 @@ from raypost.collector.gated_generator import GatedGenerator
 from raypost.collector.options import PAUSE_TIMEOUT_S, CollectorOptions
 from raypost.config import AgentLoopConfig, RolloutConfig, StrategyConfig, TaskConfig
 from raypost.config.imports import load_function
-from raypost.data.prompts import Prompt, build_source, render
-from raypost.data.sampler import Sampler, Source, Stream
+from raypost.data.prompt import Prompt, render
+from raypost.data.sampler import Sampler
+from raypost.data.sources import Source, Stream
+from raypost.data.task_source import build_source
 from raypost.data.tokenizer import Tokenizer
 from raypost.errors import ConfigError
 from raypost.pause import PauseMode
@@ -28,7 +30,7 @@ from raypost.protocols import AgentLoop, Generator
 
 CLOCKLESS = {"enable_partial_rollout", "drop_uniform_rewards", "is_valid"}
 """Fields of a strategy that mean the same without train steps."""
-Prompts = Source[Prompt] | Stream[Prompt] | Sequence[Prompt | str]
+Prompts = Source | Stream | Sequence[Prompt | str]
 
 
 def collect(
@@ -159,7 +161,7 @@ class _Listed:
         return self._prompts[index]
 
 
-def _source(config: TaskConfig, prompts: Prompts | None, seed: int) -> Source[Prompt] | Stream[Prompt]:
+def _source(config: TaskConfig, prompts: Prompts | None, seed: int) -> Source | Stream:
     if prompts is None:
         return build_source(config, seed)
     if isinstance(prompts, Sequence):

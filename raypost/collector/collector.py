@@ -21,7 +21,7 @@ from typing import Any, Unpack
 from raypost.agent_loop.threads import LoopThread, SideThread
 from raypost.agent_loop.turns import Turn, turns_of
 from raypost.buffer.replay_buffer import ReplayBuffer
-from raypost.collector.dialog_turn import DialogTurn, PolicyVersion
+from raypost.collector.dialog_turn import DialogTurn, Item, PolicyVersion
 from raypost.collector.options import PAUSE_TIMEOUT_S, CollectorOptions, check_options
 from raypost.errors import ConfigError, ProductionError
 from raypost.ledger.ledger import Ledger
@@ -31,7 +31,6 @@ from raypost.production.producer import Producer, TaskRuntime
 from raypost.protocols import RolloutControl
 from raypost.types import GroupCounts, RolloutState
 
-Item = DialogTurn | RolloutState
 _END: Any = object()
 
 

@@ -12,12 +12,14 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, Generic, NamedTuple, Protocol, TypeVar, runtime_checkable
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from raypost.config import TaskConfig
-from raypost.data.prefetch import Prefetch
+from raypost.data.prefetch import Prefetch, Reader
+from raypost.data.prompt import Prompt
+from raypost.data.sources import Source, Stream
 from raypost.errors import CheckpointError, ConfigError
 from raypost.types import Group, IntArray, RolloutState, SampleParams
 
@@ -25,41 +27,7 @@ PROMPT_TIMEOUT_S = 120.0
 """Longest time worker processes may take to start and to read a few prompts."""
 
 
-class Prompt(Protocol):
-    """What a sampler needs of a prompt besides its tokens."""
-
-    @property
-    def text(self) -> str: ...
-
-    @property
-    def metadata(self) -> dict[str, Any]: ...
-
-
-PromptT = TypeVar("PromptT", bound=Prompt)
-PromptT_co = TypeVar("PromptT_co", bound=Prompt, covariant=True)
-
-
-class Source(Protocol[PromptT_co]):
-    """A fixed number of prompts, addressed by index. If it has an `identity`, a restored state must have the
-    same one."""
-
-    def __len__(self) -> int: ...
-
-    def sample(self, index: int) -> PromptT_co:
-        """The prompt at `index`, the same one whenever asked."""
-        ...
-
-
-@runtime_checkable
-class Stream(Protocol[PromptT_co]):
-    """Prompts in an order of their own, their number unknown. May have an `identity` as well."""
-
-    def prompts(self) -> Iterator[PromptT_co]:
-        """One pass over all prompts, the same whenever asked: an epoch."""
-        ...
-
-
-class Place(NamedTuple):
+class Cursor(NamedTuple):
     """Where a sampler stands: what it hands out next."""
 
     position: int = 0
@@ -71,7 +39,7 @@ class Place(NamedTuple):
     """Digest of the prompt handed out last."""
 
 
-class Item(NamedTuple):
+class EncodedPrompt(NamedTuple):
     """One prompt, ready to become a group."""
 
     text: str
@@ -81,14 +49,14 @@ class Item(NamedTuple):
     offset: int
 
 
-class Sampler(Generic[PromptT]):
+class Sampler:
     """The groups of one task: each epoch another permutation of its source, or a stream from start to end."""
 
     def __init__(
         self,
         task: TaskConfig,
-        source: Source[PromptT] | Stream[PromptT],
-        encode: Callable[[PromptT], IntArray],
+        source: Source | Stream,
+        encode: Callable[[Prompt], IntArray],
         stop_token_ids: Sequence[int],
         seed: int,
         *,
@@ -114,15 +82,15 @@ class Sampler(Generic[PromptT]):
             top_k=task.top_k,
             stop_token_ids=tuple(stop_token_ids),
         )
-        self._place = Place()
-        self._reader: _Reader | None = None
-        self._prefetch: Prefetch[Item] | None = None
-        self._item: Item | None = None
+        self._cursor = Cursor()
+        self._reader: Reader[EncodedPrompt] | None = None
+        self._prefetch: Prefetch[EncodedPrompt] | None = None
+        self._item: EncodedPrompt | None = None
 
     @property
     def position(self) -> int:
         """How many groups were sampled so far: the `group_id` of the next one."""
-        return self._place.position
+        return self._cursor.position
 
     def start(self) -> None:
         """Read the next prompt and keep it; with workers, start them and wait for it.
@@ -152,8 +120,8 @@ class Sampler(Generic[PromptT]):
                 f"task {self._task.name!r}: prompt {item.text!r:.200} has {len(item.prompt_ids)} tokens, "
                 f"allowed are 1 to {self._task.max_prompt_tokens}; raise max_prompt_tokens or change the source"
             )
-        group_id = self._place.position
-        self._place = Place(group_id + 1, item.epoch, item.offset + 1, _digest(item.text))
+        group_id = self._cursor.position
+        self._cursor = Cursor(group_id + 1, item.epoch, item.offset + 1, _digest(item.text))
         self._item = None
         states = [
             RolloutState(
@@ -178,19 +146,19 @@ class Sampler(Generic[PromptT]):
             prefetch.close()
 
     def state_dict(self) -> dict[str, Any]:
-        """The place, and what tells whether it belongs to this sampler."""
-        return {**self._identity(), **self._order_identity(self._place.position), **self._place._asdict()}
+        """Return the cursor, and what tells whether it belongs to this sampler."""
+        return {**self._identity(), **self._order_identity(self._cursor.position), **self._cursor._asdict()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue where the saved sampler stood. Raises CheckpointError if it is missing or foreign."""
-        missing = [name for name in Place._fields if name not in (state or {})]
+        missing = [name for name in Cursor._fields if name not in (state or {})]
         if missing:
             raise CheckpointError(
                 f"sampler state of task {self._task.name!r} lacks {', '.join(missing)}: the dataset would silently "
                 "restart; restore a whole checkpoint"
             )
-        place = Place(*(state[name] for name in Place._fields))
-        for name, mine in {**self._identity(), **self._order_identity(place.position)}.items():
+        cursor = Cursor(*(state[name] for name in Cursor._fields))
+        for name, mine in {**self._identity(), **self._order_identity(cursor.position)}.items():
             if state.get(name) != mine:
                 raise CheckpointError(
                     f"sampler state of task {self._task.name!r} was written with {name}={state.get(name)!r}, "
@@ -198,7 +166,7 @@ class Sampler(Generic[PromptT]):
                     "new run"
                 )
         self.close()
-        self._place = place
+        self._cursor = cursor
 
     def _identity(self) -> dict[str, Any]:
         return {
@@ -216,24 +184,24 @@ class Sampler(Generic[PromptT]):
         order = epoch_order(self._seed, position // self._size, self._size)
         return {"order": hashlib.blake2b(order.tobytes(), digest_size=8).hexdigest()}
 
-    def _read(self) -> Item:
+    def _read(self) -> EncodedPrompt:
         if self._task.source.num_workers == 0:
             if self._reader is None:
                 self._reader = self._new_reader()
-            return self._reader[self._place.position]
+            return self._reader[self._cursor.position]
         if self._prefetch is None:
             self._prefetch = Prefetch(
                 self._new_reader(),
-                self._place.position,
+                self._cursor.position,
                 self._task.source.num_workers,
                 owner=f"the sampler of task {self._task.name!r}",
                 timeout_s=self._timeout_s,
             )
         return self._prefetch.next()
 
-    def _new_reader(self) -> _Reader:
+    def _new_reader(self) -> Reader[EncodedPrompt]:
         if isinstance(self._source, Stream):
-            return _StreamReader(self._source, self._encode, self._task.name, self._place)
+            return _StreamReader(self._source, self._encode, self._task.name, self._cursor)
         return _IndexReader(self._source, self._encode, self._seed)
 
 
@@ -242,23 +210,17 @@ def epoch_order(seed: int, epoch: int, size: int) -> IntArray:
     return np.random.default_rng((seed, epoch)).permutation(size).astype(np.int32)
 
 
-class _Reader(Protocol):
-    """Reads the items at growing positions. Can be sent to a process before it has read any."""
-
-    def __getitem__(self, position: int) -> Item: ...
-
-
 class _IndexReader:
     """Reads a source with a length, each epoch in its own order."""
 
-    def __init__(self, source: Source[Any], encode: Callable[[Any], IntArray], seed: int) -> None:
+    def __init__(self, source: Source, encode: Callable[[Prompt], IntArray], seed: int) -> None:
         self._source = source
         self._encode = encode
         self._seed = seed
         self._epoch = -1
         self._order: IntArray = np.empty(0, np.int32)
 
-    def __getitem__(self, position: int) -> Item:
+    def __getitem__(self, position: int) -> EncodedPrompt:
         epoch, offset = divmod(position, len(self._source))
         if epoch != self._epoch:
             self._order = epoch_order(self._seed, epoch, len(self._source))
@@ -271,25 +233,25 @@ class _StreamReader:
     """Reads a stream, again and again. Positions may be left out: another process reads those."""
 
     def __init__(
-        self, stream: Stream[Any], encode: Callable[[Any], IntArray], task: str, place: Place
+        self, stream: Stream, encode: Callable[[Prompt], IntArray], task: str, cursor: Cursor
     ) -> None:
         self._stream = stream
         self._encode = encode
         self._task = task
-        self._place = place
-        self._prompts: Iterator[Any] | None = None
+        self._cursor = cursor
+        self._prompts: Iterator[Prompt] | None = None
 
-    def __getitem__(self, position: int) -> Item:
+    def __getitem__(self, position: int) -> EncodedPrompt:
         prompt = None
-        while self._place.position <= position:
+        while self._cursor.position <= position:
             prompt = self._next()
-        return _item(prompt, self._encode, self._place.epoch, self._place.offset - 1)
+        return _item(prompt, self._encode, self._cursor.epoch, self._cursor.offset - 1)
 
-    def _next(self) -> Any:
+    def _next(self) -> Prompt:
         if self._prompts is None:
             self._prompts = self._continued()
         prompt = next(self._prompts, None)
-        epoch, offset = self._place.epoch, self._place.offset
+        epoch, offset = self._cursor.epoch, self._cursor.offset
         if prompt is None and offset > 0:
             self._prompts = iter(self._stream.prompts())
             prompt, epoch, offset = next(self._prompts, None), epoch + 1, 0
@@ -298,29 +260,29 @@ class _StreamReader:
                 f"task {self._task!r}: its source gave no prompt to train in epoch {epoch}; it must return all of "
                 "them whenever it is called, at least one that is not held out"
             )
-        self._place = Place(self._place.position + 1, epoch, offset + 1)
+        self._cursor = Cursor(self._cursor.position + 1, epoch, offset + 1)
         return prompt
 
-    def _continued(self) -> Iterator[Any]:
-        """The stream from `place` on. Raises CheckpointError if another prompt lies before that."""
+    def _continued(self) -> Iterator[Prompt]:
+        """Return the stream from the cursor on. Raises CheckpointError if another prompt lies before that."""
         prompts, prompt = iter(self._stream.prompts()), None
-        for number in range(self._place.offset):
+        for number in range(self._cursor.offset):
             prompt = next(prompts, None)
             if prompt is None:
                 raise CheckpointError(
-                    f"task {self._task!r}: {self._place.offset} prompts of this epoch were sampled, and the source "
+                    f"task {self._task!r}: {self._cursor.offset} prompts of this epoch were sampled, and the source "
                     f"now gives {number}: restore the source it was, or start a new run"
                 )
-        if prompt is not None and _digest(prompt.text) != self._place.last:
+        if prompt is not None and _digest(prompt.text) != self._cursor.last:
             raise CheckpointError(
-                f"task {self._task!r}: prompt {self._place.offset} of the source is {prompt.text!r:.120}, not the "
+                f"task {self._task!r}: prompt {self._cursor.offset} of the source is {prompt.text!r:.120}, not the "
                 "one that was sampled: restore the source it was, or start a new run"
             )
         return prompts
 
 
-def _item(prompt: Any, encode: Callable[[Any], IntArray], epoch: int, offset: int) -> Item:
-    return Item(prompt.text, np.asarray(encode(prompt), np.int32), prompt.metadata, epoch, offset)
+def _item(prompt: Prompt, encode: Callable[[Prompt], IntArray], epoch: int, offset: int) -> EncodedPrompt:
+    return EncodedPrompt(prompt.text, np.asarray(encode(prompt), np.int32), prompt.metadata, epoch, offset)
 
 
 def _digest(text: str) -> str:

@@ -13,7 +13,7 @@ import json
 import time
 from array import array
 from collections.abc import Iterable, Iterator, Mapping
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 from raypost.config import TaskConfig
 from raypost.config.imports import load_function
@@ -32,17 +32,21 @@ from raypost.errors import ConfigError
 
 
 class Source(Protocol):
-    """A fixed number of prompts, addressed by index."""
+    """A fixed number of prompts, addressed by index. With an `identity`, a restored state must have the same one."""
 
     def __len__(self) -> int: ...
 
-    @property
-    def identity(self) -> str:
-        """Equal for sources whose index means the same prompt."""
+    def sample(self, index: int) -> Prompt:
+        """Return the prompt at `index`, the same one whenever asked."""
         ...
 
-    def sample(self, index: int) -> Prompt:
-        """The prompt at `index`, the same one whenever asked."""
+
+@runtime_checkable
+class Stream(Protocol):
+    """Prompts in an order of their own, their number unknown. May have an `identity` as well."""
+
+    def prompts(self) -> Iterator[Prompt]:
+        """Return one pass over all prompts, the same whenever asked: an epoch."""
         ...
 
 

@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from raypost.config import JudgeConfig, TaskConfig
-from raypost.data.prompts import gym_dataset
+from raypost.data.gym import gym_dataset
 from raypost.errors import ConfigError, JudgeError
 from raypost.judges.reward_model import RewardModel, RewardModelJudge
 from raypost.protocols import Judge

@@ -30,7 +30,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from raypost.config import SourceConfig
-from raypost.data.prompts import gym_dataset, is_held_out
+from raypost.data.gym import gym_dataset
+from raypost.data.prompt import is_held_out
 from raypost.errors import ConfigError
 
 if TYPE_CHECKING:

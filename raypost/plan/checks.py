@@ -17,7 +17,8 @@ from typing import Any
 
 from raypost.config import Config, ModelConfig, TaskConfig, load_config
 from raypost.config.identity import run_identity
-from raypost.data.prompts import check_source, held_out, render
+from raypost.data.prompt import render
+from raypost.data.task_source import check_source, held_out
 from raypost.data.tokenizer import Tokenizer
 from raypost.errors import ConfigError
 from raypost.judges.reward_model import check_reward_model

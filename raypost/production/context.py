@@ -43,7 +43,7 @@ class TaskRuntime:
     """One task at work."""
 
     config: TaskConfig
-    sampler: Sampler[Any]
+    sampler: Sampler
     agent_loop: AgentLoop
     strategy: AsyncProduceStrategy
 

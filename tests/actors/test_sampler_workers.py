@@ -11,14 +11,14 @@ from typing import Any
 import pytest
 
 from raypost.errors import ConfigError, ProductionError, WaitTimeoutError
-from tests.unit.prompts import Broken, Deadly, Numbers, Slow, Stream, Unsendable, answers, of
+from tests.unit.prompts import Broken, Deadly, Numbers, NumberStream, Slow, Unsendable, answers, of
 
 
 def children() -> set[Any]:
     return set(multiprocessing.active_children())
 
 
-@pytest.mark.parametrize("source", [Numbers(50), Stream(50)])
+@pytest.mark.parametrize("source", [Numbers(50), NumberStream(50)])
 def test_workers_give_the_same_order_and_resume_with_any_number_of_them(source: Any) -> None:
     before = children()
     expected = answers(of(source), 160)

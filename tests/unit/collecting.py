@@ -11,7 +11,7 @@ import numpy as np
 import raypost
 from raypost.agent_loop.environment import Observation
 from raypost.collector import Collector
-from raypost.data.prompts import Prompt
+from raypost.data.prompt import Prompt
 from raypost.types import GenerateRequest, GenerateResult, IntArray
 from tests.unit.production import STOP
 

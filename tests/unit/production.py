@@ -26,10 +26,9 @@ from raypost.production.producer import Producer, TaskRuntime
 from raypost.production.strategy import build_strategy
 from raypost.protocols import BufferBounds
 from raypost.types import Group, RolloutState, SampleParams, Status
-from tests.unit.prompts import Number, Numbers
+from tests.unit.prompts import STOP, Numbers, encode
 
 T = TypeVar("T")
-STOP = 2
 
 
 class _JumpSelector(selectors.DefaultSelector):
@@ -68,10 +67,6 @@ def virtual(main: Coroutine[Any, Any, T]) -> T:
 
 class HostDied(Exception):
     """Stands for the error a caller sees when the actor that ran its call is gone."""
-
-
-def encode(prompt: Number) -> Any:
-    return np.arange(3, 3 + len(prompt.text), dtype=np.int32)
 
 
 class Pool:

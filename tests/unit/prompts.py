@@ -12,16 +12,15 @@ from typing import Any
 import numpy as np
 
 from raypost.config import JudgeConfig, SourceConfig, TaskConfig
+from raypost.data.prompt import Prompt
 from raypost.data.sampler import Sampler
 
 STOP = 2
 
 
-class Number:
+def number(index: int) -> Prompt:
     """The prompt that is one number."""
-
-    def __init__(self, index: int) -> None:
-        self.text, self.metadata = str(index), {"answer": str(index)}
+    return Prompt(str(index), {"answer": str(index)})
 
 
 class Numbers:
@@ -33,18 +32,18 @@ class Numbers:
     def __len__(self) -> int:
         return self.size
 
-    def sample(self, index: int) -> Number:
-        return Number(index)
+    def sample(self, index: int) -> Prompt:
+        return number(index)
 
 
-class Stream:
+class NumberStream:
     """The numbers below `size`, one after the other."""
 
     def __init__(self, size: int) -> None:
         self.size = size
 
-    def prompts(self) -> Iterator[Number]:
-        return map(Number, range(self.size))
+    def prompts(self) -> Iterator[Prompt]:
+        return map(number, range(self.size))
 
 
 class Slow(Numbers):
@@ -54,7 +53,7 @@ class Slow(Numbers):
         super().__init__(size)
         self.seconds = seconds
 
-    def sample(self, index: int) -> Number:
+    def sample(self, index: int) -> Prompt:
         time.sleep(self.seconds)
         return super().sample(index)
 
@@ -66,7 +65,7 @@ class Deadly(Numbers):
         super().__init__(size)
         self.number = number
 
-    def sample(self, index: int) -> Number:
+    def sample(self, index: int) -> Prompt:
         if index == self.number:
             os.kill(os.getpid(), signal.SIGKILL)
         return super().sample(index)
@@ -79,7 +78,7 @@ class Broken(Numbers):
         super().__init__(size)
         self.number = number
 
-    def sample(self, index: int) -> Number:
+    def sample(self, index: int) -> Prompt:
         if index == self.number:
             raise ZeroDivisionError(f"number {index}")
         return super().sample(index)
@@ -93,7 +92,7 @@ class Unsendable(Numbers):
         self.lock = threading.Lock()
 
 
-def encode(prompt: Number) -> Any:
+def encode(prompt: Prompt) -> Any:
     return np.arange(3, 3 + len(prompt.text), dtype=np.int32)
 
 
@@ -102,12 +101,12 @@ def task_config(name: str = "default", *, num_workers: int = 0, **changes: Any) 
     return TaskConfig(name=name, source=source, judge=JudgeConfig(kind="exact"), **changes)
 
 
-def of(source: Any, num_workers: int = 0, timeout_s: float = 60.0) -> Sampler[Any]:
+def of(source: Any, num_workers: int = 0, timeout_s: float = 60.0) -> Sampler:
     """A sampler of that source."""
     return Sampler(task_config(num_workers=num_workers), source, encode, (STOP,), 0, timeout_s=timeout_s)
 
 
-def answers(sampler: Sampler[Any], count: int) -> list[str]:
+def answers(sampler: Sampler, count: int) -> list[str]:
     """The next so many prompts."""
     return [sampler.sample().states[0].metadata["answer"] for _ in range(count)]
 

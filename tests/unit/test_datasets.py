@@ -14,16 +14,10 @@ from typing import Any
 import pytest
 
 from raypost.config import JudgeConfig, SourceConfig, TaskConfig
-from raypost.data.prompts import (
-    Prompt,
-    StreamSource,
-    build_source,
-    check_source,
-    held_out,
-    is_held_out,
-    render,
-)
+from raypost.data.prompt import Prompt, is_held_out, render
 from raypost.data.rows import ParquetRows
+from raypost.data.sources import StreamSource
+from raypost.data.task_source import build_source, check_source, held_out
 from raypost.data.tokenizer import Tokenizer
 from raypost.errors import ConfigError
 from tests.unit.prompts import rows
@@ -302,9 +296,9 @@ def test_check_source_gives_the_first_prompts(kind: str, tmp_path: Path):
 
 def test_check_source_stops_at_its_time_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     path = write_jsonl(tmp_path / "rows", [*rows(500), {"prompt": "no answer"}])
-    monkeypatch.setattr("raypost.data.prompts.CHECK_S", 0.0)
+    monkeypatch.setattr("raypost.data.task_source.CHECK_S", 0.0)
     assert len(check_source(task_of("jsonl", str(path)), 0)) == 1
-    monkeypatch.setattr("raypost.data.prompts.CHECK_S", 60.0)
+    monkeypatch.setattr("raypost.data.task_source.CHECK_S", 60.0)
     with pytest.raises(ConfigError, match="line 501 must be like"):
         check_source(task_of("jsonl", str(path)), 0)
 

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from raypost.config import JudgeConfig, SourceConfig, TaskConfig
-from raypost.data.prompts import build_source
+from raypost.data.task_source import build_source
 from raypost.errors import JudgeError
 from raypost.judges import RuleJudge, build_judge
 from raypost.judges.rules import extract_answer

@@ -12,7 +12,7 @@ import pytest
 from raypost.data.sampler import Sampler
 from raypost.errors import CheckpointError, ConfigError
 from raypost.types import Status
-from tests.unit.prompts import STOP, Broken, Numbers, Stream, answers, encode, of, task_config
+from tests.unit.prompts import STOP, Broken, Numbers, NumberStream, answers, encode, of, task_config
 
 
 def make(size: int = 7, seed: int = 0, name: str = "default", **task: Any) -> Sampler:
@@ -36,10 +36,10 @@ def test_every_epoch_has_every_prompt_once_in_another_order() -> None:
 
 
 def test_a_stream_keeps_its_order_and_starts_again_at_its_end() -> None:
-    assert answers(of(Stream(3)), 7) == ["0", "1", "2", "0", "1", "2", "0"]
+    assert answers(of(NumberStream(3)), 7) == ["0", "1", "2", "0", "1", "2", "0"]
 
 
-@pytest.mark.parametrize("source", [Numbers(3), Stream(3)])
+@pytest.mark.parametrize("source", [Numbers(3), NumberStream(3)])
 def test_group_ids_grow_across_epochs(source: Any) -> None:
     sampler = of(source)
     assert [sampler.sample().group_id for _ in range(8)] == list(range(8))
@@ -50,7 +50,7 @@ def test_order_depends_on_the_seed_alone() -> None:
     assert answers(make(30), 30) != answers(make(30, seed=1), 30)
 
 
-@pytest.mark.parametrize("source", [Numbers(7), Stream(7)])
+@pytest.mark.parametrize("source", [Numbers(7), NumberStream(7)])
 @pytest.mark.parametrize("position", [0, 1, 6, 7, 14, 20])
 def test_restored_sampler_continues_with_the_exact_suffix(source: Any, position: int) -> None:
     sampler, other = of(source), of(source)
@@ -86,7 +86,7 @@ def test_missing_state_is_an_error_not_a_restart(missing: str | None) -> None:
         (make(seed=3), "seed=3, this run has 0"),
         (make(name="other"), "task='other', this run has 'default'"),
         (make(group_size=3), "group_size=3, this run has 8"),
-        (of(Stream(7)), "size=None, this run has 7"),
+        (of(NumberStream(7)), "size=None, this run has 7"),
     ],
 )
 def test_foreign_state_is_refused(other: Sampler, named: str) -> None:
@@ -109,11 +109,11 @@ def test_state_of_an_order_that_this_numpy_does_not_draw_is_refused() -> None:
 
 @pytest.mark.parametrize("size", [4, 3])
 def test_stream_that_became_another_one_is_refused_when_it_is_read(size: int) -> None:
-    class Other(Stream):
+    class Other(NumberStream):
         def prompts(self) -> Iterator[Any]:
             return iter(list(super().prompts())[-size:])
 
-    sampler, other = of(Stream(7)), of(Other(7))
+    sampler, other = of(NumberStream(7)), of(Other(7))
     answers(sampler, 4)
     other.load_state_dict(sampler.state_dict())
     with pytest.raises(CheckpointError, match="not the one that was sampled" if size == 4 else "now gives 3"):
@@ -148,16 +148,16 @@ def test_empty_source_is_refused() -> None:
 
 def test_empty_stream_is_an_error_and_no_endless_loop() -> None:
     with pytest.raises(ConfigError, match="gave no prompt to train in epoch 0"):
-        of(Stream(0)).sample()
+        of(NumberStream(0)).sample()
 
 
 def test_stream_that_can_be_read_only_once_is_an_error_in_the_second_epoch() -> None:
-    class OneShot(Stream):
+    class OneShot(NumberStream):
         def prompts(self) -> Iterator[Any]:
             return self.once
 
     source = OneShot(3)
-    source.once = Stream(3).prompts()  # type: ignore[attr-defined]
+    source.once = NumberStream(3).prompts()  # type: ignore[attr-defined]
     sampler = of(source)
     answers(sampler, 3)
     with pytest.raises(ConfigError, match="no prompt to train in epoch 1"):
@@ -165,7 +165,7 @@ def test_stream_that_can_be_read_only_once_is_an_error_in_the_second_epoch() -> 
 
 
 def test_stream_that_raised_is_read_again_from_where_it_was_not_taken_for_ended() -> None:
-    class Flaky(Stream):
+    class Flaky(NumberStream):
         failed = False
 
         def prompts(self) -> Iterator[Any]:
@@ -183,5 +183,5 @@ def test_stream_that_raised_is_read_again_from_where_it_was_not_taken_for_ended(
 
 
 def test_without_workers_torch_is_not_imported() -> None:
-    code = "import sys, raypost.data.sampler, raypost.data.prompts; print('torch' in sys.modules)"
+    code = "import sys, raypost.data.sampler, raypost.data.task_source; print('torch' in sys.modules)"
     assert os.popen(f'{sys.executable} -c "{code}"').read().strip() == "False"

@@ -11,9 +11,10 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from raypost.config import JudgeConfig, SourceConfig, TaskConfig
-from raypost.data.prompts import build_source
+from raypost.data.prompt import Prompt
 from raypost.data.sampler import Sampler
-from tests.unit.prompts import STOP, Number, Numbers, Stream, task_config
+from raypost.data.task_source import build_source
+from tests.unit.prompts import STOP, Numbers, NumberStream, task_config
 
 
 class Interruption(Exception):
@@ -32,13 +33,13 @@ class Unreliable:
 
 
 class UnreliableNumbers(Numbers, Unreliable):
-    def sample(self, index: int) -> Number:
+    def sample(self, index: int) -> Prompt:
         self.trip()
         return super().sample(index)
 
 
-class UnreliableStream(Stream, Unreliable):
-    def prompts(self) -> Iterator[Number]:
+class UnreliableStream(NumberStream, Unreliable):
+    def prompts(self) -> Iterator[Prompt]:
         for prompt in super().prompts():
             self.trip()
             yield prompt
@@ -83,7 +84,7 @@ class Interrupted(RuleBasedStateMachine):
         self.position = 0
         self.saved = [(0, pickle.dumps(self.sampler.state_dict()))]
 
-    def new(self) -> Sampler[Any]:
+    def new(self) -> Sampler:
         return Sampler(self.task, self.source, encode, (STOP,), self.seed)
 
     def check(self, group: Any) -> None:

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from raypost.config import ModelConfig
-from raypost.data.prompts import is_held_out
+from raypost.data.prompt import is_held_out
 from raypost.data.tokenizer import Tokenizer
 from raypost.errors import ConfigError
 from raypost.models import resolve as models

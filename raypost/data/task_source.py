@@ -1,11 +1,11 @@
-"""Prompts: where they come from, which are held out, and how one becomes token ids.
+"""The source of a task's prompts: built, checked before a run, and its held-out part.
 
     files, saved datasets, sequences --> Rows --> RowSource   --.
     iterables without a length ---------------> StreamSource --+--> Sampler
     reasoning-gym ----------------------------> GymSource    --'
 
-Owns the sources and the split. Owns neither the order in which prompts are trained (the sampler does) nor
-their scores (judges do). Imports no torch and no transformers.
+Owns which source a configuration means. Owns neither reading (sources.py, rows.py, gym.py) nor the order in
+which prompts are trained (the sampler does) nor their scores (judges do). Imports no torch and no transformers.
 
 Invariants: whether a question is held out depends on its text alone, so nothing that a source yields, for
 any seed and any parameters, is ever an evaluation problem; the same seed gives the same prompts.
@@ -18,42 +18,35 @@ import time
 from collections.abc import Iterable, Iterator
 
 from raypost.config import TaskConfig
-from raypost.data.gym import GymSource, gym_dataset, gym_held_out
-from raypost.data.prompt import HELD_OUT_ONE_IN, Prompt, is_held_out, render
+from raypost.data.gym import GymSource, gym_held_out
+from raypost.data.prompt import HELD_OUT_ONE_IN, Prompt, is_held_out
 from raypost.data.rows import HubRows, JsonlRows, ParquetRows, Rows
-from raypost.data.sources import RowSource, Source, StreamSource, python_rows, row_prompts, stream_prompts
+from raypost.data.sources import (
+    RowSource,
+    Source,
+    Stream,
+    StreamSource,
+    python_rows,
+    row_prompts,
+    stream_prompts,
+)
 from raypost.errors import ConfigError, RaypostError
 
-__all__ = [
-    "HELD_OUT_LIMIT",
-    "HELD_OUT_ONE_IN",
-    "Prompt",
-    "Source",
-    "StreamSource",
-    "build_source",
-    "check_source",
-    "gym_dataset",
-    "held_out",
-    "is_held_out",
-    "render",
-]
-
 HELD_OUT_LIMIT = 512
-"""Held-out prompts `held_out` looks for unless told otherwise."""
+"""Default number of prompts that `held_out` looks for."""
 
 CHECK_PROMPTS = 64
 CHECK_S = 1.0
-"""How many prompts `check_source` returns at most, and how long it reads rows, and then prompts."""
+"""Most prompts that `check_source` returns, and the seconds it spends on rows, and then on prompts."""
 
 
-def build_source(task: TaskConfig, seed: int) -> Source | StreamSource:
-    """What `task` trains on. Raises ConfigError if it is missing, malformed or empty."""
+def build_source(task: TaskConfig, seed: int) -> Source | Stream:
+    """Return what `task` trains on. Raises ConfigError if it is missing, malformed or empty."""
     return _build(task, seed, seconds=None)
 
 
 def check_source(task: TaskConfig, seed: int) -> list[Prompt]:
-    """The first prompts of the task's source, one at least, after as many of its rows as CHECK_S allows were
-    looked at.
+    """Return the first prompts of the task's source, at least one, after reading rows for at most CHECK_S.
 
     Raises ConfigError if the source is missing, malformed or empty, whatever the reason.
     """
@@ -81,9 +74,9 @@ def check_source(task: TaskConfig, seed: int) -> list[Prompt]:
 
 
 def held_out(task: TaskConfig, seed: int, num_prompts: int = HELD_OUT_LIMIT) -> list[Prompt]:
-    """Up to `num_prompts` distinct evaluation prompts. Raises ConfigError if there are none.
+    """Return up to `num_prompts` distinct evaluation prompts. Raises ConfigError if there are none.
 
-    A stream may never end: it is read as far as so many should lie, eight times over.
+    Of a stream, which may never end, eight times as much is read as should hold so many.
     """
     limit = 8 * HELD_OUT_ONE_IN * num_prompts
     if task.source.kind == "reasoning_gym":
@@ -102,7 +95,7 @@ def held_out(task: TaskConfig, seed: int, num_prompts: int = HELD_OUT_LIMIT) -> 
     return found
 
 
-def _build(task: TaskConfig, seed: int, seconds: float | None) -> Source | StreamSource:
+def _build(task: TaskConfig, seed: int, seconds: float | None) -> Source | Stream:
     if task.source.kind == "reasoning_gym":
         return GymSource(task, seed)
     rows = _rows(task)
@@ -110,7 +103,7 @@ def _build(task: TaskConfig, seed: int, seconds: float | None) -> Source | Strea
 
 
 def _rows(task: TaskConfig) -> Rows | None:
-    """The rows of the source; None if it is a stream."""
+    """Return the rows of the source; None if it is a stream."""
     match task.source.kind:
         case "jsonl":
             return JsonlRows(task)
@@ -122,14 +115,14 @@ def _rows(task: TaskConfig) -> Rows | None:
             return python_rows(task)
 
 
-def _first(source: Source | StreamSource) -> Iterator[Prompt]:
-    if isinstance(source, StreamSource):
+def _first(source: Source | Stream) -> Iterator[Prompt]:
+    if isinstance(source, Stream):
         return source.prompts()
     return map(source.sample, range(len(source)))
 
 
 def _distinct(prompts: Iterable[Prompt], limit: int) -> list[Prompt]:
-    """The first `limit` prompts that differ in their question."""
+    """Return the first `limit` prompts that differ in their question."""
     found: dict[str, Prompt] = {}
     for prompt in prompts:
         if len(found) >= limit:
