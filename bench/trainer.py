@@ -30,7 +30,7 @@ from torch import Tensor
 from torch.nn.functional import log_softmax
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-from raypost.config import parse_config
+from raypost.config import AdvantageConfig, parse_config
 from raypost.packed import PackedGroups, pack_groups
 from raypost.trainer.batch.packing import PackingRule, micro_batches
 from raypost.trainer.batch.train_batch import Sample, plan_batch
@@ -95,7 +95,7 @@ def fit_step(args: argparse.Namespace, folder: str, packed: PackedGroups, **trai
                   "micro_batch_tokens": args.micro_batch_tokens, "zero_stage": args.zero_stage, **train},
     })  # fmt: skip
     rank = PolicyRank(config, folder, 0, 1)
-    return lambda step: rank.fit(packed, step)
+    return lambda step: rank.train(packed, step)
 
 
 def padded(args: argparse.Namespace, samples: list[Sample]) -> list[tuple[list[Sample], Tensor]]:
@@ -111,7 +111,7 @@ def bare_step(args: argparse.Namespace, packed: PackedGroups) -> Step:
     """The same update with nothing but PyTorch and transformers."""
     model = make_model(args).train()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-6, weight_decay=0.0, fused=True)
-    samples = plan_batch(packed, 2, 1).samples
+    samples = plan_batch(packed, AdvantageConfig(), 1).samples
     advantages = {id(sample): sample.state.reward or 0.0 for sample in samples}
     total = sum(sample.num_trained for sample in samples)
 
@@ -165,7 +165,7 @@ def trl_step(args: argparse.Namespace, packed: PackedGroups, folder: str) -> Ste
     trainer.current_gradient_accumulation_steps = 1
     model = trainer.model.train()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-6, weight_decay=0.0, fused=True)
-    samples = plan_batch(packed, 2, 1).samples
+    samples = plan_batch(packed, AdvantageConfig(), 1).samples
 
     def step(_: int) -> None:
         for part, _ids in padded(args, samples):
@@ -193,7 +193,7 @@ def trl_step(args: argparse.Namespace, packed: PackedGroups, folder: str) -> Ste
 def compare(args: argparse.Namespace, lognormal: bool) -> None:
     """Time every way alternately, so that a busy machine slows all of them."""
     packed = make_batch(args, lognormal)
-    samples = plan_batch(packed, 2, 1).samples
+    samples = plan_batch(packed, AdvantageConfig(), 1).samples
     tokens = sum(sample.num_trained for sample in samples)
     with tempfile.TemporaryDirectory() as folder:
         make_model(args).save_pretrained(folder)

@@ -7,12 +7,14 @@ else but in its inverse. A threshold is in train steps; None means that nothing 
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
 from raypost.types import NO_VERSION, IntArray, MaskArray, RolloutState
+
+Version = TypeVar("Version", int, IntArray)
 
 NEVER = 1 << 60
 """A train step that does not come; two of them still fit into 64 bits."""
@@ -23,7 +25,7 @@ def stale_threshold(max_staleness: int, sync_weights_interval: int) -> int:
     return (max_staleness + 1) * sync_weights_interval
 
 
-def staleness_of(policy_version: int, train_step: int) -> int:
+def staleness_of(policy_version: Version, train_step: int) -> Version:
     """How many steps older than necessary data of `policy_version` is when `train_step` trains on it."""
     return train_step - 1 - policy_version
 
@@ -83,7 +85,7 @@ def expiry_steps(
 
 def fresh_tokens(versions: IntArray, train_step: int, token_threshold: NDArray[np.int64]) -> MaskArray:
     """Whether each token is younger than its token threshold; those that no policy produced have no age."""
-    fresh: MaskArray = train_step - 1 - versions < token_threshold
+    fresh: MaskArray = staleness_of(versions, train_step) < token_threshold
     return fresh | (versions == NO_VERSION)
 
 

@@ -60,7 +60,7 @@ class ReferenceWorker(FrozenWorker):
         with self._spans.span(TRAIN):
             engine, train = await self._engine(), self._run.train
             limits = Limits(engine.vocab_size, self._run.max_model_len)
-            batch = plan_batch(packed, train.advantage.smallest_group, train.num_minibatches, limits)
+            batch = plan_batch(packed, train.advantage, train.num_minibatches, limits)
             samples = share(batch.samples, part, parts)
             for sample in samples:
                 _check_sampling(sample)

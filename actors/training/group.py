@@ -30,7 +30,7 @@ from ray.actor import ActorHandle
 from raypost.config import Config
 from raypost.errors import RaypostError, WaitTimeoutError
 from raypost.protocols import Reference
-from raypost.types import FloatArray, IntArray, Span
+from raypost.types import FloatArray, IntArray
 from raypost.weights.manifest import Manifest
 
 
@@ -49,7 +49,7 @@ class TrainerGroup:
         stead, where `train.loss.kl.pool` says so."""
         if len(workers) != config.train.num_workers:
             raise ValueError(f"{len(workers)} workers, but train.num_workers is {config.train.num_workers}")
-        self._workers = list(workers)
+        self.workers = list(workers)
         self._train = config.train
         self._critic = critic
         self._reference = reference
@@ -78,7 +78,8 @@ class TrainerGroup:
     async def _start(self) -> list[dict[str, Any]]:
         if self._critic is not None:
             await self._critic.start()
-        address, port = (await self._each("rendezvous", ranks=[0]))[0]
+        meeting = [self.workers[0].rendezvous.remote()]
+        address, port = (await self._wait("rendezvous", meeting, self._timeout_s))[0]
         return await self._each("setup", address, port)
 
     async def fit(self, batch_ref: ray.ObjectRef, step: int | None = None) -> dict[str, float]:
@@ -90,7 +91,8 @@ class TrainerGroup:
         step = self._step + 1 if step is None else step
         if self._critic is not None or self._reference is not None:
             return await self._fit_call_by_call(batch_ref, step)
-        metrics = (await self._each("fit", batch_ref, step))[0]
+        fits = [worker.fit.remote(batch_ref, step) for worker in self.workers]
+        metrics: dict[str, float] = (await self._wait("fit", fits, self._timeout_s))[0]
         self._step = step
         return metrics
 
@@ -137,7 +139,7 @@ class TrainerGroup:
     ) -> ray.ObjectRef:
         """Advantages of the batch's tokens, and with values the critic's returns."""
         return await self._result(
-            "compute_advantages", batch_ref, old_logprobs, ref_logprobs, values, ranks=[0]
+            "compute_advantages", batch_ref, old_logprobs, ref_logprobs, values, ranks=1
         )
 
     async def train(
@@ -177,7 +179,9 @@ class TrainerGroup:
 
     async def publish(self, version: int) -> tuple[Manifest, list[ray.ObjectRef]]:
         """The weights as `version`, in the object store: their manifest and the refs of their buckets."""
-        return (await self._each("publish", version))[0]
+        manifest: Manifest
+        manifest, buckets = (await self._each("publish", version))[0]
+        return manifest, buckets
 
     async def canary(self, token_ids: IntArray) -> FloatArray:
         """Logprob of every token but the first under the current weights, temperature 1."""
@@ -215,13 +219,6 @@ class TrainerGroup:
             await self._critic.reload()
         await self._each("reload")
 
-    async def drain_spans(self) -> list[Span]:
-        """What all ranks did since the last call."""
-        spans = [span for spans in await self._each("drain_spans") for span in spans]
-        for other in (self._critic, self._reference):
-            spans += [] if other is None else await other.drain_spans()
-        return spans
-
     async def shutdown(self) -> None:
         """Leave the process group and end the actors, also those that do not answer."""
         for other in (self._critic, self._reference):
@@ -232,39 +229,35 @@ class TrainerGroup:
         except (RaypostError, ray.exceptions.RayError):
             pass  # A rank that is dead or stuck cannot say goodbye; the kill below ends it.
         finally:
-            for worker in self._workers:
+            for worker in self.workers:
                 ray.kill(worker)
 
-    async def _each(
-        self, method: str, *args: Any, ranks: Sequence[int] | None = None, timeout_s: float | None = None
-    ) -> list[Any]:
+    async def _each(self, method: str, *args: Any, timeout_s: float | None = None) -> list[Any]:
         """Call all ranks at once and return their answers in order; fails as `_wait` does."""
-        ranks = range(len(self._workers)) if ranks is None else ranks
-        refs = {rank: getattr(self._workers[rank], method).remote(*args) for rank in ranks}
-        return await self._wait(method, refs, self._timeout_s if timeout_s is None else timeout_s)
+        calls = [getattr(worker, method).remote(*args) for worker in self.workers]
+        return await self._wait(method, calls, self._timeout_s if timeout_s is None else timeout_s)
 
-    async def _result(self, method: str, *args: Any, ranks: Sequence[int] | None = None) -> ray.ObjectRef:
-        """Call all ranks at once; rank 0's second return, as a ref, once all are through."""
-        ranks = range(len(self._workers)) if ranks is None else ranks
-        calls = {
-            rank: getattr(self._workers[rank], method).options(num_returns=2).remote(*args) for rank in ranks
-        }
-        await self._wait(method, {rank: done for rank, (done, _) in calls.items()}, self._timeout_s)
+    async def _result(self, method: str, *args: Any, ranks: int | None = None) -> ray.ObjectRef:
+        """Call the first `ranks` ranks, or all, at once; rank 0's second return, as a ref, once all are through."""
+        calls = [
+            getattr(worker, method).options(num_returns=2).remote(*args) for worker in self.workers[:ranks]
+        ]
+        await self._wait(method, [done for done, _ in calls], self._timeout_s)
         return calls[0][1]
 
-    async def _wait(self, method: str, refs: dict[int, ray.ObjectRef], timeout_s: float) -> list[Any]:
-        """The answers of the ranks.
+    async def _wait(self, method: str, refs: Sequence[ray.ObjectRef], timeout_s: float) -> list[Any]:
+        """Return the answers of the ranks, the first of which is that of rank 0.
 
         The first failure is raised at once: the other ranks may be waiting for the failed one. Raises
         WaitTimeoutError naming the ranks that are late.
         """
-        calls = {asyncio.ensure_future(_answer(ref)): rank for rank, ref in refs.items()}
+        calls = [asyncio.ensure_future(_answer(ref)) for ref in refs]
         try:
             done, late = await asyncio.wait(calls, timeout=timeout_s, return_when=asyncio.FIRST_EXCEPTION)
             for call in done:
                 call.result()
             if late:
-                names = ", ".join(f"trainer-{calls[call]}" for call in sorted(late, key=calls.__getitem__))
+                names = ", ".join(f"trainer-{rank}" for rank, call in enumerate(calls) if call in late)
                 raise WaitTimeoutError(f"waited {timeout_s:.0f} s for {method} of {names}")
             return [call.result() for call in calls]
         finally:

@@ -24,12 +24,17 @@ from raypost.config import Config
 from raypost.errors import RaypostError
 from raypost.packed import PackedGroups
 from raypost.spans import CHECKPOINT, SYNC, TRAIN, SpanLog
+from raypost.trainer.algorithm.token_advantages import (
+    CriticInputs,
+    PolicyInputs,
+    TokenAdvantages,
+    TokenValues,
+)
 from raypost.trainer.batch.train_batch import Column
 from raypost.types import FloatArray, IntArray, Span
 from raypost.weights.manifest import Bytes, Given, Manifest, pack, pack_adapters
 
 if TYPE_CHECKING:
-    from raypost.trainer.algorithm.token_advantages import TokenAdvantages, TokenValues
     from raypost.trainer.critic_rank import CriticRank
     from raypost.trainer.policy_rank import PolicyRank
 
@@ -141,7 +146,7 @@ class TrainerWorker:
     def fit(self, packed: PackedGroups, step: int) -> dict[str, float]:
         """Train on the batch as `step`; a repeated step is not trained again. A collective."""
         with self._spans.span(TRAIN):
-            return self._policy.fit(packed, step)
+            return self._policy.train(packed, step)
 
     # What another call needs is a second return of rank 0: its ref is passed on without being read.
 
@@ -181,14 +186,14 @@ class TrainerWorker:
     ) -> dict[str, float]:
         """The policy's optimizer steps on a batch; a repeated step is not trained again. A collective."""
         with self._spans.span(TRAIN):
-            return self._policy.train(packed, step, advantages, old_logprobs, ref_logprobs)
+            return self._policy.train(packed, step, PolicyInputs(advantages, old_logprobs, ref_logprobs))
 
     def train_values(
         self, packed: PackedGroups, step: int, advantages: TokenAdvantages, values: TokenValues
     ) -> dict[str, float]:
         """The critic's; `values`: what `compute_values` gave. A collective."""
         with self._spans.span(TRAIN):
-            return self._critic.train(packed, step, advantages, values)
+            return self._critic.train(packed, step, CriticInputs(advantages, values))
 
     def _of_rank_0(self, result: T) -> T | None:
         return result if self._rank == 0 else None

@@ -1,15 +1,16 @@
 """The configuration of a run: every knob, its unit and its default. Import its models from here."""
 
 from raypost.config.algorithm import (
-    ADVANTAGES,
-    LOSSES,
     AdvantageConfig,
+    AdvantageKind,
     BoundsConfig,
     CorrectionConfig,
     KlConfig,
     KlKind,
     Level,
     LossConfig,
+    LossKind,
+    SelectionConfig,
     SftConfig,
 )
 from raypost.config.resources import ConfigModel, EnginePoolConfig, PoolConfig, WorkerPoolConfig
@@ -35,9 +36,8 @@ from raypost.config.tasks import (
 from raypost.config.train import CriticConfig, LoraConfig, TrainConfig
 
 __all__ = [
-    "ADVANTAGES",
-    "LOSSES",
     "AdvantageConfig",
+    "AdvantageKind",
     "AgentLoopConfig",
     "BoundsConfig",
     "BufferConfig",
@@ -54,10 +54,12 @@ __all__ = [
     "Level",
     "LoraConfig",
     "LossConfig",
+    "LossKind",
     "ModelConfig",
     "PoolConfig",
     "RewardModelConfig",
     "RolloutConfig",
+    "SelectionConfig",
     "SftConfig",
     "SourceConfig",
     "StrategyConfig",

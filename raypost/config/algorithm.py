@@ -1,13 +1,13 @@
 """The configuration of the algorithm: advantage, loss, off-policy correction. Part of config.py's schema.
 
-Every name that says `or module:function` takes a function by import path; its signature is in the module that
-calls it (advantage.py, losses.py).
+A kind that is documented with `or module:function` also takes a function by import path; its signature is in the
+module that calls it (advantage.py, losses.py).
 """
 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Literal, get_args
 
 from pydantic import Field, model_validator
 
@@ -15,20 +15,43 @@ from raypost.config.resources import ConfigModel, PoolConfig
 
 KlKind = Literal["k1", "k2", "k3"]
 Level = Literal["token", "sequence", "geometric"]
+Aggregation = Literal["token", "sequence", "constant"]
+Proximal = Literal["recompute", "interpolate", "rollout"]
 
-ADVANTAGES = (
+Selector = Literal["first", "uniform", "balanced"]
+SessionReward = Literal["last", "sum", "mean", "max"]
+AdvantageKind = Literal[
     "grpo", "dr_grpo", "rloo", "opo", "pass_at_k", "mc",
     "reinforce_pp", "reinforce_pp_baseline", "gae",
-)  # fmt: skip
-"""Names of `train.advantage.kind`."""
-LOSSES = ("ppo", "gspo", "cispo")
-"""Names of `train.loss.kind`."""
+]  # fmt: skip
+"""Names of `train.advantage.kind`; each has an entry of raypost.trainer.algorithm.advantage.ADVANTAGES."""
+LossKind = Literal["ppo", "gspo", "cispo"]
+"""Names of `train.loss.kind`; each has an entry of raypost.trainer.algorithm.losses.POLICY_LOSSES."""
+
+
+class SelectionConfig(ConfigModel):
+    """Which members of an over-sampled group are trained, by their rewards (dynamic sampling, arXiv 2503.14476)."""
+
+    size: Annotated[int, Field(ge=1)]
+    """Members that are trained; a task's group_size is how many are sampled. A group with fewer trains all."""
+    selector: Selector = "balanced"
+    """first: the first ones. uniform: evenly spread over the order of reward. balanced: those whose mean reward is
+    closest to the middle of the bounds, of equal ones those that differ most."""
+    bounds: tuple[float, float]
+    """The mean reward of the chosen members lies strictly between these two; a group without such a choice is left
+    out."""
+
+    @model_validator(mode="after")
+    def _bounds_differ(self) -> SelectionConfig:
+        if not self.bounds[0] < self.bounds[1]:
+            raise ValueError(f"select.bounds are {list(self.bounds)}: the first must be below the second")
+        return self
 
 
 class AdvantageConfig(ConfigModel):
     """How much better than expected a trajectory, or a token, was."""
 
-    kind: str = "grpo"
+    kind: AdvantageKind | str = "grpo"
     """grpo, dr_grpo (no division by the deviation), rloo, opo, pass_at_k, mc, reinforce_pp,
     reinforce_pp_baseline, gae (needs a critic), or module:function."""
     std_eps: Annotated[float, Field(gt=0)] = 1e-6
@@ -42,8 +65,10 @@ class AdvantageConfig(ConfigModel):
     whiten: bool | None = None
     """Whether the advantages of a batch's tokens are brought to mean 0 and deviation 1; null: as the kind is
     defined, which is yes with reinforce_pp, reinforce_pp_baseline and gae."""
-    session_reward: Literal["last", "sum", "mean", "max"] = "last"
+    session_reward: SessionReward = "last"
     """What a session of several trajectories is worth, from their rewards; it counts as one member."""
+    select: SelectionConfig | None = None
+    """Train some members of each group only; null: all that can be trained."""
     overlong_buffer: Annotated[int, Field(ge=0)] = 0
     """Tokens before a response's limit in which the reward falls (DAPO); 0: it does not."""
     overlong_penalty: Annotated[float, Field(gt=0)] = 1.0
@@ -65,7 +90,12 @@ class AdvantageConfig(ConfigModel):
 
     @model_validator(mode="after")
     def _kind_exists(self) -> AdvantageConfig:
-        _check_kind("advantage.kind", self.kind, ADVANTAGES)
+        _check_kind("advantage.kind", self.kind, AdvantageKind)
+        if self.select is not None and self.select.size < self.smallest_group:
+            raise ValueError(
+                f"advantage.select.size is {self.select.size}, but {self.kind!r} "
+                f"compares {self.smallest_group} members or more: use a larger size"
+            )
         return self
 
 
@@ -100,7 +130,7 @@ class KlConfig(ConfigModel):
 class LossConfig(ConfigModel):
     """What the policy minimises."""
 
-    kind: str = "ppo"
+    kind: LossKind | str = "ppo"
     """ppo (clipped ratio of each token), gspo (of each sequence), cispo (capped ratio without gradient times
     the logprob), or module:function."""
     clip_low: Annotated[float, Field(gt=0, le=1)] = 0.2
@@ -109,7 +139,7 @@ class LossConfig(ConfigModel):
     """Upper clip of the ratio, as 1 + clip_high."""
     dual_clip: Annotated[float, Field(gt=1)] | None = None
     """Bound of the ratio where the advantage is negative; null: none."""
-    aggregation: Literal["token", "sequence", "constant"] = "token"
+    aggregation: Aggregation = "token"
     """token: mean over the minibatch's tokens. sequence: mean over its trajectories of their token means.
     constant: sum over its tokens, divided by trajectories times the largest `max_tokens` of a task (Dr.GRPO)."""
     kl: KlConfig = KlConfig()
@@ -120,7 +150,7 @@ class LossConfig(ConfigModel):
 
     @model_validator(mode="after")
     def _kind_exists(self) -> LossConfig:
-        _check_kind("loss.kind", self.kind, LOSSES)
+        _check_kind("loss.kind", self.kind, LossKind)
         if self.dual_clip is not None and self.dual_clip <= 1 + self.clip_high:
             raise ValueError(
                 f"dual_clip is {self.dual_clip}, not above 1 + clip_high = {1 + self.clip_high}: it would cut what "
@@ -149,7 +179,7 @@ class BoundsConfig(ConfigModel):
 class CorrectionConfig(ConfigModel):
     """What is done about data that another policy sampled than the one that is trained on it."""
 
-    proximal: Literal["recompute", "interpolate", "rollout"] = "recompute"
+    proximal: Proximal = "recompute"
     """Policy that the loss's ratio is taken against. recompute: the trainer's before the step. interpolate: between
     the rollout's and the current one by each token's staleness, without a forward pass. rollout: the one that
     sampled, which leaves nothing to correct but the ratio itself."""
@@ -176,7 +206,8 @@ class SftConfig(ConfigModel):
     """Weight of their mean cross entropy, in nats a token, in the loss."""
 
 
-def _check_kind(field: str, kind: str, known: tuple[str, ...]) -> None:
+def _check_kind(field: str, kind: str, kinds: object) -> None:
+    known = get_args(kinds)
     if kind not in known and ":" not in kind:
         raise ValueError(
             f"{field} is {kind!r}; there are {', '.join(known)}, or an import path module:function"

@@ -18,6 +18,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -25,7 +26,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from raypost.errors import CheckpointError
-from raypost.trainer.engine import Engine
+from raypost.trainer.engine import TrainEngine
 from raypost.trainer.model.lora import MergedWeight
 
 FILE = "average.safetensors"
@@ -35,7 +36,7 @@ FILE = "average.safetensors"
 class WeightAverage:
     """One rank's part of the average of an engine's trained weights."""
 
-    def __init__(self, engine: Engine, decay: float, rank: int) -> None:
+    def __init__(self, engine: TrainEngine[Any], decay: float, rank: int) -> None:
         self._engine = engine
         self._decay = decay
         self._rank = rank

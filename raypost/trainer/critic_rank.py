@@ -6,7 +6,6 @@ policy, in a trainer group of its own, whose configuration is `TrainConfig.for_c
 
 from __future__ import annotations
 
-import time
 from pathlib import Path
 
 import numpy as np
@@ -16,34 +15,37 @@ from raypost.config import Config
 from raypost.errors import CheckpointError
 from raypost.packed import PackedGroups
 from raypost.trainer.algorithm.losses import value_loss
-from raypost.trainer.algorithm.step_sums import ValueSums
-from raypost.trainer.algorithm.token_advantages import TokenAdvantages, TokenValues
+from raypost.trainer.algorithm.statistics import ValueStatistics
+from raypost.trainer.algorithm.token_advantages import CriticInputs, TokenValues
 from raypost.trainer.batch.packing import MicroBatch, packing_rule
 from raypost.trainer.batch.train_batch import Sample
-from raypost.trainer.engine import Engine
+from raypost.trainer.engine import TrainEngine
 from raypost.trainer.model.policy import Critic, load_model, pair_cost
 from raypost.trainer.model.self_check import check_packing
-from raypost.trainer.rank import Part, Rank, batch_metrics, begin
+from raypost.trainer.rank import Objective, Part, Rank, begin
 
 
-class CriticRank(Rank):
+class CriticRank(Rank[CriticInputs, Tensor]):
     """One rank's share of the critic."""
 
     def __init__(self, config: Config, model_path: str, rank: int, world_size: int) -> None:
-        """Raises ConfigError if the model cannot be trained as configured."""
+        """Load the model. Raises ConfigError if it cannot be trained as configured."""
         train = config.train
         begin(config, rank, world_size)
         model = load_model(model_path, config.model.dtype, train.gradient_checkpointing)
         rule = packing_rule(train, pair_cost(model))
         critic = Critic(model)
-        engine = Engine(config, critic, rank, world_size, kind="critic")
+        engine = TrainEngine[Tensor](config, critic, rank, world_size, kind="critic")
         vocab_size = model.config.get_text_config().vocab_size
         super().__init__(config, engine, rule, rank, world_size, vocab_size=vocab_size)
         if train.packing:
             check_packing(engine, critic, config.max_model_len)
 
     def compute_values(self, packed: PackedGroups) -> TokenValues:
-        """Value of the state in which each trained token was chosen, and after what was cut off. A collective."""
+        """Return the value of the state in which each trained token was chosen, and after what was cut off.
+
+        A collective.
+        """
         batch = self._plan(packed)
         asked: list[Sample] = []
         more = 0
@@ -51,7 +53,7 @@ class CriticRank(Rank):
             start = sample.start + more
             asked.append(sample.with_one_more(start) if sample.cut_off else Sample(sample.state, start))
             more += sample.cut_off
-        column = self._column_of(asked, batch.num_tokens + more, self._forward)
+        column = self._column(asked, batch.num_tokens + more, self._forward)
         values, after = np.zeros(batch.num_tokens, np.float32), np.zeros(batch.num_tokens, np.float32)
         for sample, one in zip(batch.samples, asked, strict=True):
             values[sample.places] = column[one.places[: sample.num_trained]]
@@ -59,39 +61,25 @@ class CriticRank(Rank):
                 after[sample.last] = column[one.last]
         return TokenValues(values, after)
 
-    def train(
-        self, packed: PackedGroups, step: int, advantages: TokenAdvantages, values: TokenValues
-    ) -> dict[str, float]:
-        """All optimizer steps on the returns of a batch; `values`: the critic's before the first.
-
-        Returns metrics, the same on every rank. Repeated, a step is not trained again. Raises ValueError without
-        returns, LedgerError for a step that lies before the last one.
-        """
-        if repeated := self._repeated(step):
-            return repeated
-        start, batch, returns = time.monotonic(), self._plan(packed), advantages.returns
-        if returns is None:
+    def _objective(self, packed: PackedGroups, step: int, inputs: CriticInputs | None) -> Objective:
+        returns = None if inputs is None else inputs.advantages.returns
+        if inputs is None or returns is None:
             raise ValueError("a critic learns returns, but there are none: use train.advantage.kind: gae")
-        sums = ValueSums()
+        statistics, before = ValueStatistics(), inputs.values.values
 
         def loss_of(part: Part) -> Tensor:
             values_T = self._forward(part.micro)
-            before_T = self._tensor(values.values[part.micro.places_T])
+            before_T = self._tensor(before[part.micro.places_T])
             returns_T = self._tensor(returns[part.micro.places_T])
             terms = value_loss(values_T, before_T, returns_T, part.scales_T, self._train.loss.value_clip)
-            sums.add(values_T, returns_T, terms)
+            statistics.add(values_T, returns_T, terms)
             return terms.loss
 
-        metrics = self._optimize(packed, step, loss_of)
-        metrics |= sums.reduced(self._engine.device).metrics(self._num_updates)
-        return self._finish(step, batch_metrics(batch) | metrics, start)
+        return Objective(loss_of, statistics)
 
     def _forward(self, micro: MicroBatch) -> Tensor:
-        values_T: Tensor = self._engine(
-            self._tensor(micro.input_ids_BL), self._tensor(micro.index_T), micro.segments
-        )
-        return values_T
+        return self._engine(self._tensor(micro.input_ids_BL), self._tensor(micro.index_T), micro.segments)
 
     def save_hf(self, path: Path, ema: bool = False) -> None:
-        """A critic is no language model. Raises CheckpointError."""
+        """Raise CheckpointError: a critic is no language model."""
         raise CheckpointError(f"{path}: a critic has no Hugging Face form; save it as a checkpoint")

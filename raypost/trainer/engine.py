@@ -23,7 +23,7 @@ from collections.abc import Iterator
 from contextlib import redirect_stderr, redirect_stdout
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import deepspeed
 import numpy as np
@@ -31,6 +31,7 @@ import torch
 import torch.distributed as dist
 from deepspeed.utils import logger as deepspeed_logger
 from deepspeed.utils import safe_get_full_fp32_param, safe_set_full_fp32_param
+from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from raypost.config import Config
@@ -48,7 +49,11 @@ _UNIVERSAL = "universal"
 _META = "trainer.json"
 
 
-class Engine:
+Output = TypeVar("Output")
+"""What a model's forward pass returns."""
+
+
+class TrainEngine(Generic[Output]):
     """One rank's share of a model, its gradient and its optimizer."""
 
     def __init__(self, config: Config, module: nn.Module, rank: int, world_size: int, *, kind: str) -> None:
@@ -91,9 +96,10 @@ class Engine:
 
     # ---------------------------------------------------------------- the step
 
-    def __call__(self, *args: Any) -> Any:
-        """The model's forward pass."""
-        return self._engine(*args)
+    def __call__(self, *args: object) -> Output:
+        """Run the model's forward pass."""
+        output: Output = self._engine(*args)
+        return output
 
     def set_learning_rate(self, rate: float) -> None:
         """Of the steps to come."""
@@ -129,11 +135,11 @@ class Engine:
             self._engine.zero_grad()
         return norm
 
-    def summed(self, column: np.ndarray) -> np.ndarray:
-        """Sum of the array over all ranks."""
+    def summed(self, column: NDArray[np.float32]) -> NDArray[np.float32]:
+        """Return the sum of the array over all ranks."""
         tensor = torch.from_numpy(column).to(self.device)
         dist.all_reduce(tensor)
-        result: np.ndarray = tensor.cpu().numpy()
+        result: NDArray[np.float32] = tensor.cpu().numpy()
         return result
 
     # ---------------------------------------------------------------- weights
@@ -263,7 +269,7 @@ class Engine:
         }
 
 
-class Frozen:
+class FrozenModel(Generic[Output]):
     """A model that is only read. At ZeRO 3 its weights are spread over the ranks as well."""
 
     def __init__(self, config: Config, module: nn.Module, world_size: int) -> None:
@@ -275,9 +281,10 @@ class Frozen:
         else:
             self._module.to(config.device)
 
-    def __call__(self, *args: Any) -> Any:
-        """The model's forward pass."""
-        return self._module(*args)
+    def __call__(self, *args: object) -> Output:
+        """Run the model's forward pass."""
+        output: Output = self._module(*args)
+        return output
 
     def states(self) -> Iterator[Tensor]:
         """Its weights, and what ZeRO keeps of each."""

@@ -1,19 +1,16 @@
-"""One rank of the policy's training: the calls a train step is made of, and the step itself as their composition.
+"""One rank of the policy's training: its loss, the inputs of its loss, and its weights on their way out.
 
-    compute_old_logprobs, compute_ref_logprobs -> compute_advantages -> train          (fit: all of them)
+    compute_old_logprobs, compute_ref_logprobs -> compute_advantages -> train
 
-Owns the policy's loss on a micro-batch and its weights on their way out. The formulas are in losses.py,
+`train` without inputs makes the other calls itself. Called one by one, each returns columns (train_batch.py), the
+same on every rank, so that a critic's values may come from other processes. The formulas are in losses.py,
 corrections.py and advantage.py.
-
-What a call gives another is a column (train_batch.py), the same on every rank, so calls may also be made one by one
-from outside, and a critic's values may come from other processes.
 """
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -21,14 +18,21 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from raypost.config import LOSSES, Config
+from raypost.config import Config
 from raypost.data.tokenizer import Tokenizer
-from raypost.metrics import GRAD_NORM
 from raypost.packed import PackedGroups
+from raypost.staleness import staleness_of
 from raypost.trainer.algorithm.corrections import correct, proximal_logprobs
-from raypost.trainer.algorithm.losses import LossTokens, load_policy_loss, policy_objective, sft_loss
-from raypost.trainer.algorithm.step_sums import StepSums
+from raypost.trainer.algorithm.losses import (
+    POLICY_LOSSES,
+    LossTokens,
+    load_policy_loss,
+    policy_objective,
+    sft_loss,
+)
+from raypost.trainer.algorithm.statistics import PolicyStatistics
 from raypost.trainer.algorithm.token_advantages import (
+    PolicyInputs,
     TokenAdvantages,
     TokenValues,
     token_advantages,
@@ -38,7 +42,7 @@ from raypost.trainer.average import WeightAverage
 from raypost.trainer.batch.packing import MicroBatch, packing_rule
 from raypost.trainer.batch.sft import SftExamples
 from raypost.trainer.batch.train_batch import Column
-from raypost.trainer.engine import Engine, Frozen
+from raypost.trainer.engine import FrozenModel, TrainEngine
 from raypost.trainer.model.head import Sampling
 from raypost.trainer.model.lora import (
     MergedWeight,
@@ -52,28 +56,20 @@ from raypost.trainer.model.lora import (
 )
 from raypost.trainer.model.policy import DTYPES, Policy, load_model, pair_cost, save_model
 from raypost.trainer.model.self_check import check_head, check_packing
-from raypost.trainer.rank import Beside, Part, Rank, batch_metrics, begin
+from raypost.trainer.rank import Objective, Part, Rank, Supervised, begin
 from raypost.types import FloatArray, IntArray
 from raypost.weights.manifest import Bytes
 from raypost.weights.names import CheckpointNames, named_weights
 
-
-@dataclass(frozen=True, slots=True)
-class _StepInputs:
-    """What the loss of every micro-batch of a step needs."""
-
-    step: int
-    advantages: Column
-    old_logprobs: Column | None
-    ref_logprobs: Column | None
-    sums: StepSums
+Outputs = tuple[Tensor, Tensor]
+"""The policy's forward pass gives logprobs_T and entropy_T."""
 
 
-class PolicyRank(Rank):
+class PolicyRank(Rank[PolicyInputs, Outputs]):
     """One rank's share of the policy, and of its frozen reference if there is one."""
 
     def __init__(self, config: Config, model_path: str, rank: int, world_size: int) -> None:
-        """Raises ConfigError if the model cannot be trained as configured."""
+        """Load the model. Raises ConfigError if it cannot be trained as configured."""
         train = config.train
         begin(config, rank, world_size)
         self._model_path = model_path
@@ -85,7 +81,7 @@ class PolicyRank(Rank):
         self._policy = Policy(model, train.logits_mb * 2**20)
         self._policy.set_entropy_gradient(train.loss.entropy_coefficient != 0)
         rule = packing_rule(train, cost)
-        engine = Engine(config, self._policy, rank, world_size, kind="policy")
+        engine = TrainEngine[Outputs](config, self._policy, rank, world_size, kind="policy")
         vocab_size = model.config.get_text_config().vocab_size
         super().__init__(config, engine, rule, rank, world_size, vocab_size=vocab_size)
         self._policy_loss = load_policy_loss(train.loss.kind)
@@ -99,16 +95,16 @@ class PolicyRank(Rank):
         self._average: WeightAverage | None = None
         if train.ema_decay is not None:
             self._average = WeightAverage(engine, train.ema_decay, rank)
-        self._reference: Frozen | None = None
+        self._reference: FrozenModel[Outputs] | None = None
         if train.needs_ref_logprobs and train.lora is None and train.loss.kl.pool is None:
             self._reference = self._frozen_reference()
 
-    def _frozen_reference(self) -> Frozen:
-        """The model that training starts from, laid out as the policy is."""
+    def _frozen_reference(self) -> FrozenModel[Outputs]:
+        """Load the model that training starts from, laid out as the policy is."""
         reference = Policy(
             load_model(self._model_path, self._config.model.dtype), self._train.logits_mb * 2**20
         )
-        frozen = Frozen(self._config, reference, self._world_size)
+        frozen = FrozenModel[Outputs](self._config, reference, self._world_size)
         reference.chunked = self._policy.chunked
         reference.set_packed(self._policy.packed)
         return frozen
@@ -123,11 +119,11 @@ class PolicyRank(Rank):
     # ---------------------------------------------------------------- one step, call by call
 
     def compute_old_logprobs(self, packed: PackedGroups) -> Column:
-        """Logprobs of the trained tokens under the current weights. A collective."""
-        return self._column(packed, lambda micro: self._forward(micro)[0])
+        """Return logprobs of the trained tokens under the current weights. A collective."""
+        return self._logprobs(packed)
 
     def compute_ref_logprobs(self, packed: PackedGroups) -> Column:
-        """The same under the frozen reference. A collective. Raises ValueError without one."""
+        """Return the same under the frozen reference. A collective. Raises ValueError without one."""
         if not self._train.needs_ref_logprobs:
             raise ValueError("there is no reference: it is loaded if train.loss.kl.coefficient is positive")
         if (pool := self._train.loss.kl.pool) is not None:
@@ -137,8 +133,12 @@ class PolicyRank(Rank):
         if self._reference is None:
             # The adapters are all that sets the policy apart from what it was.
             with without_adapters(self._policy.model):
-                return self._column(packed, lambda micro: self._forward(micro)[0])
-        return self._column(packed, lambda micro: self._forward(micro, self._reference)[0])
+                return self._logprobs(packed)
+        return self._logprobs(packed, self._reference)
+
+    def _logprobs(self, packed: PackedGroups, model: FrozenModel[Outputs] | None = None) -> Column:
+        batch = self._plan(packed)
+        return self._column(batch.samples, batch.num_tokens, lambda micro: self._forward(micro, model)[0])
 
     def compute_advantages(
         self,
@@ -147,65 +147,41 @@ class PolicyRank(Rank):
         ref_logprobs: Column | None = None,
         values: TokenValues | None = None,
     ) -> TokenAdvantages:
-        """Advantages of the batch's tokens, and with values the critic's returns. No collective."""
+        """Return advantages of the batch's tokens, and with values the critic's returns. No collective."""
         train = self._train
         return token_advantages(
             self._plan(packed), train.advantage, train.loss.kl,
             old_logprobs=old_logprobs, ref_logprobs=ref_logprobs, values=values,
         )  # fmt: skip
 
-    def train(
-        self,
-        packed: PackedGroups,
-        step: int,
-        advantages: TokenAdvantages,
-        old_logprobs: Column | None = None,
-        ref_logprobs: Column | None = None,
-    ) -> dict[str, float]:
-        """All optimizer steps of a batch as `step`; returns the step's metrics, the same on every rank.
-
-        A repeated step is not trained again and returns its metrics. A metric that does not exist (the
-        mismatch at lag 0 when no token has it) or is not finite is absent. `skipped_steps` counts optimizer
-        steps that were not made since the start, because nothing was trainable or a gradient was not finite.
-        Raises LedgerError for a step that lies before the last one.
-        """
-        if repeated := self._repeated(step):
-            return repeated
-        start, batch, loss = time.monotonic(), self._plan(packed), self._train.loss
-        if old_logprobs is None and self._train.needs_old_logprobs:
+    def _objective(self, packed: PackedGroups, step: int, inputs: PolicyInputs | None) -> Objective:
+        """Return the policy's objective; what is not given is computed, as far as it needs no other model."""
+        loss, needs_old = self._train.loss, self._train.needs_old_logprobs
+        if inputs is None:
+            old = self.compute_old_logprobs(packed) if needs_old else None
+            ref = self.compute_ref_logprobs(packed) if self._train.needs_ref_logprobs else None
+            inputs = PolicyInputs(self.compute_advantages(packed, old, ref), old, ref)
+        elif inputs.old_logprobs is None and needs_old:
             raise ValueError(
                 "several optimizer steps a batch need the logprobs before the first: compute them"
             )
-        sums = StepSums()
-        inputs = _StepInputs(step, advantages.advantages, old_logprobs, ref_logprobs, sums)
+        statistics = PolicyStatistics()
         # Where only the advantage makes a loss, a sample without one has none.
-        idle = loss.kind in LOSSES and not loss.entropy_coefficient and not loss.kl.coefficient
-        metrics = self._optimize(
-            packed,
-            step,
-            lambda part: self._loss(part, inputs),
-            active=with_advantage(advantages.advantages) if idle else None,
+        idle = loss.kind in POLICY_LOSSES and not loss.entropy_coefficient and not loss.kl.coefficient
+        return Objective(
+            lambda part: self._loss(part, step, inputs, statistics),
+            statistics,
+            active=with_advantage(inputs.advantages.advantages) if idle else None,
             aggregation=loss.aggregation,
             constant_length=max(task.max_tokens for task in self._config.tasks),
-            beside=self._beside(step, sums),
+            supervised=self._supervised(step, statistics),
         )
-        if self._average is not None and GRAD_NORM in metrics:
+
+    def _updated(self) -> None:
+        if self._average is not None:
             self._average.update()
-        metrics |= sums.reduced(self._engine.device).metrics(self._num_updates)
-        return self._finish(step, batch_metrics(batch) | metrics, start)
 
-    def fit(self, packed: PackedGroups, step: int) -> dict[str, float]:
-        """A whole train step: the calls above, each where it is needed. Returns what `train` does."""
-        if repeated := self._repeated(step):
-            return repeated
-        start = time.monotonic()
-        old = self.compute_old_logprobs(packed) if self._train.needs_old_logprobs else None
-        ref = self.compute_ref_logprobs(packed) if self._train.needs_ref_logprobs else None
-        advantages = self.compute_advantages(packed, old, ref)
-        return self._finish(step, self.train(packed, step, advantages, old, ref), start)
-
-    def _beside(self, step: int, sums: StepSums) -> Beside | None:
-        """The supervised examples of a train step."""
+    def _supervised(self, step: int, statistics: PolicyStatistics) -> Supervised | None:
         sft = self._train.sft
         if sft is None or self._examples is None:
             return None
@@ -214,16 +190,16 @@ class PolicyRank(Rank):
         def loss_of(part: Part) -> Tensor:
             logprobs_T, _ = self._forward(part.micro)
             loss = sft_loss(logprobs_T, part.scales_T, coefficient)
-            sums.add_sft(logprobs_T, loss)
+            statistics.add_sft(logprobs_T, loss)
             return loss
 
-        return Beside(self._examples.of_updates(step, self._num_updates), loss_of)
+        return Supervised(self._examples.of_updates(step, self._train.num_updates), loss_of)
 
-    def _loss(self, part: Part, inputs: _StepInputs) -> Tensor:
+    def _loss(self, part: Part, step: int, inputs: PolicyInputs, statistics: PolicyStatistics) -> Tensor:
         micro, train = part.micro, self._train
         logprobs_T, entropy_T = self._forward(micro)
         rollout_T = self._tensor(micro.rollout_logprobs_T)
-        staleness_T = self._tensor(inputs.step - 1 - micro.policy_versions_T)
+        staleness_T = self._tensor(staleness_of(micro.policy_versions_T, step))
         before_T = self._picked(inputs.old_logprobs, micro)
         kind = train.correction.proximal
         proximal_T = proximal_logprobs(kind, logprobs_T, rollout_T, staleness_T, before_T)
@@ -232,7 +208,7 @@ class PolicyRank(Rank):
             entropy_T=entropy_T,
             proximal_T=proximal_T,
             rollout_T=rollout_T,
-            advantages_T=self._tensor(inputs.advantages[micro.places_T]),
+            advantages_T=self._tensor(inputs.advantages.advantages[micro.places_T]),
             rows_T=self._tensor(micro.sample_T),
             num_rows=len(micro.samples),
             reference_T=self._picked(inputs.ref_logprobs, micro),
@@ -242,23 +218,22 @@ class PolicyRank(Rank):
             train.correction, proximal_T, rollout_T, tokens.rows_T, tokens.num_rows, staleness_T, trainer_T
         )
         terms = policy_objective(tokens, correction, part.scales_T, train.loss, self._policy_loss)
-        inputs.sums.add(tokens, correction, terms, staleness_T, before_T)
+        statistics.add(tokens, correction, terms, staleness_T, before_T)
         return terms.loss
 
-    def _forward(self, micro: MicroBatch, model: Engine | Frozen | None = None) -> tuple[Tensor, Tensor]:
+    def _forward(self, micro: MicroBatch, model: FrozenModel[Outputs] | None = None) -> Outputs:
         sampling = Sampling(self._tensor(micro.temperatures_T))
         if micro.top_p_T is not None and micro.top_k_T is not None:
             sampling = replace(
                 sampling, top_p_T=self._tensor(micro.top_p_T), top_k_T=self._tensor(micro.top_k_T)
             )
-        logprobs_T, entropy_T = (model or self._engine)(
+        return (model or self._engine)(
             self._tensor(micro.input_ids_BL),
             self._tensor(micro.index_T),
             self._tensor(micro.targets_T),
             sampling,
             micro.segments,
         )
-        return logprobs_T, entropy_T
 
     # ---------------------------------------------------------------- state
 
@@ -283,8 +258,8 @@ class PolicyRank(Rank):
         ids = self._tensor(np.asarray(token_ids, np.int64))
         index = torch.arange(len(ids) - 1, device=ids.device)
         ones = Sampling(torch.ones(len(ids) - 1, device=ids.device))
-        logprobs, _ = self._engine(ids[None, :-1], index, ids[1:], ones)
-        result: FloatArray = logprobs.float().cpu().numpy()
+        logprobs_T, _ = self._engine(ids[None, :-1], index, ids[1:], ones)
+        result: FloatArray = logprobs_T.float().cpu().numpy()
         return result
 
     def gather_weights(self) -> Iterator[tuple[str, Bytes, str, tuple[int, ...]]]:

@@ -14,23 +14,26 @@ from __future__ import annotations
 import logging
 import math
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Generic, Protocol, TypeVar
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from raypost import metrics
 from raypost.config import Config, TrainConfig
+from raypost.config.algorithm import Aggregation
 from raypost.errors import LedgerError
 from raypost.packed import PackedGroups
 from raypost.trainer.algorithm.losses import sequence_scales
 from raypost.trainer.batch.packing import MicroBatch, PackingRule, micro_batches
 from raypost.trainer.batch.train_batch import Column, Limits, Sample, TrainBatch, plan_batch
-from raypost.trainer.engine import Engine, start_process_group
+from raypost.trainer.engine import Output, TrainEngine, start_process_group
 from raypost.trainer.memory import first_of, group_names, memory_named
 from raypost.trainer.offload import HostStates
 from raypost.trainer.random_state import load_random_state, save_random_state
@@ -49,7 +52,7 @@ def learning_rate(train: TrainConfig, step: int) -> float:
 
 
 def begin(config: Config, rank: int, world_size: int) -> None:
-    """What every model of a rank begins with, before it is made: threads, the other ranks, the seed."""
+    """Prepare the process for a model: threads, the other ranks, the seed."""
     if config.device == "cpu":
         torch.set_num_threads(config.train.threads)
     start_process_group(config, rank, world_size)
@@ -69,12 +72,35 @@ LossOf = Callable[[Part], Tensor]
 
 
 @dataclass(frozen=True, slots=True)
-class Beside:
-    """What a train step learns beside its batch."""
+class Supervised:
+    """Samples that a train step learns in addition to its batch."""
 
     updates: list[list[Sample]]
     """The samples of each of its optimizer steps; their tokens count alike."""
     loss_of: LossOf
+
+
+class Statistics(Protocol):
+    """Sums over the micro-batches of a step on this rank."""
+
+    def reduced(self, device: torch.device) -> Statistics:
+        """Return the sums over all ranks. A collective."""
+
+    def metrics(self, num_minibatches: int) -> dict[str, float]:
+        """Return the step's figures."""
+
+
+@dataclass(frozen=True, slots=True)
+class Objective:
+    """What a train step minimises on its batch."""
+
+    loss_of: LossOf
+    statistics: Statistics
+    active: Callable[[Sample], bool] | None = None
+    """Whether a sample's loss can differ from 0; others are not computed, but count in the scales. None: all can."""
+    aggregation: Aggregation = "token"
+    constant_length: int | None = None
+    supervised: Supervised | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,19 +113,24 @@ class _Work:
     loss_of: LossOf
 
 
-class Rank:
+Inputs = TypeVar("Inputs")
+"""What a model is trained on, in addition to the batch."""
+
+
+class Rank(ABC, Generic[Inputs, Output]):
     """One rank's share of the training of one model."""
 
     def __init__(
         self,
         config: Config,
-        engine: Engine,
+        engine: TrainEngine[Output],
         rule: PackingRule,
         rank: int,
         world_size: int,
         *,
         vocab_size: int,
     ) -> None:
+        """Take over an engine whose model is complete."""
         self._config = config
         self._train = config.train
         self._engine = engine
@@ -146,22 +177,17 @@ class Rank:
     def _plan(self, packed: PackedGroups) -> TrainBatch:
         if self._planned is None or self._planned[0] is not packed:
             train = self._train
-            smallest = train.advantage.smallest_group
-            batch = plan_batch(packed, smallest, train.num_minibatches, self._limits)
+            batch = plan_batch(packed, train.advantage, train.num_minibatches, self._limits)
             self._planned = packed, batch
         return self._planned[1]
 
     def _micro_batches(self, samples: Sequence[Sample]) -> list[MicroBatch]:
         return micro_batches(samples, self._rank, self._world_size, self._rule)
 
-    def _column(self, packed: PackedGroups, compute: Callable[[MicroBatch], Tensor]) -> Column:
-        """What `compute` gives for the trained tokens of all samples, over all ranks; 0 for other tokens."""
-        batch = self._plan(packed)
-        return self._column_of(batch.samples, batch.num_tokens, compute)
-
-    def _column_of(
+    def _column(
         self, samples: Sequence[Sample], length: int, compute: Callable[[MicroBatch], Tensor]
     ) -> Column:
+        """Return what `compute` gives for the trained tokens of the samples, over all ranks; 0 for other tokens."""
         column = np.zeros(length, np.float32)
         with torch.no_grad():
             for micro in self._micro_batches(samples):
@@ -169,70 +195,80 @@ class Rank:
                     column[micro.places_T] = compute(micro).float().cpu().numpy()
         return self._engine.summed(column)
 
-    def _tensor(self, array: np.ndarray) -> Tensor:
+    def _tensor(self, array: NDArray[Any]) -> Tensor:
         return torch.from_numpy(array).to(self._engine.device)
 
     def _picked(self, column: Column | None, micro: MicroBatch) -> Tensor | None:
-        """The column's entries for the tokens of a micro-batch."""
+        """Return the column's entries for the tokens of a micro-batch."""
         return None if column is None else self._tensor(column[micro.places_T])
 
     # ---------------------------------------------------------------- the step
 
-    def _repeated(self, step: int) -> dict[str, float] | None:
-        """The metrics of a step that was trained before. Raises LedgerError for one before the last."""
-        if step > self._step:
-            return None
+    def train(self, packed: PackedGroups, step: int, inputs: Inputs | None = None) -> dict[str, float]:
+        """Make all optimizer steps of a batch as `step`; return the step's metrics, the same on every rank.
+
+        A repeated step is not trained again and returns its metrics. A metric that does not exist (the mismatch at
+        lag 0 when no token has it, the gradient's norm when no optimizer step was made) or is not finite is absent.
+        `skipped_steps` counts optimizer steps that were not made since the start, because nothing was trainable or
+        a gradient was not finite. Raises LedgerError for a step that lies before the last one.
+        """
         if step == self._step and self._metrics:
             return self._metrics
-        raise LedgerError(f"step {step} cannot be trained: step {self._step} was the last one")
-
-    def _optimize(
-        self,
-        packed: PackedGroups,
-        step: int,
-        loss_of: LossOf,
-        *,
-        active: Callable[[Sample], bool] | None = None,
-        aggregation: Any = "token",
-        constant_length: int | None = None,
-        beside: Beside | None = None,
-    ) -> dict[str, float]:
-        """All optimizer steps of a train step; returns learning rate, gradient norm and steps skipped so far.
-
-        Samples that are not `active` are not computed, since their loss is 0, but they count in the scales. A
-        gradient norm there is if an optimizer step was made.
-        """
+        if step <= self._step:
+            raise LedgerError(f"step {step} cannot be trained: step {self._step} was the last one")
+        start, batch, norms = time.monotonic(), self._plan(packed), []
+        objective = self._objective(packed, step, inputs)
         torch.manual_seed(self._config.seed * 1_000_003 + step)
-        batch, norms = self._plan(packed), []
         if batch.left_out and self._rank == 0:
             log.warning("step %d leaves out %s", step, first_of(batch.left_out))
         rate = learning_rate(self._train, step)
         self._engine.set_learning_rate(rate)
         for update, groups in enumerate(batch.minibatches * self._train.num_epochs):
             samples = [sample for group in groups for sample in group]
-            others = beside.updates[update] if beside is not None else []
-            work = []
-            if samples:
-                lengths = [sample.num_trained for sample in samples]
-                scales = sequence_scales(aggregation, lengths, constant_length)
-                computed = [sample for sample in samples if active is None or active(sample)]
-                work.append(_Work(self._micro_batches(computed), _by_sample(samples, scales), loss_of))
-            if others and beside is not None:
-                scales = sequence_scales("token", [sample.num_trained for sample in others])
-                work.append(_Work(self._micro_batches(others), _by_sample(others, scales), beside.loss_of))
-            if not work:
+            others = [] if objective.supervised is None else objective.supervised.updates[update]
+            if not samples and not others:
                 self._skip(step, samples, "nothing is trainable")
                 continue
-            self._accumulate(work, step)
+            self._accumulate(self._work(objective, samples, others), step)
             norm = self._engine.apply()
             if math.isfinite(norm):
                 norms.append(norm)
             else:
                 self._skip(step, samples + others, "the gradient is not finite")
-        figures = {metrics.LEARNING_RATE: rate, metrics.SKIPPED_STEPS: float(self._skipped_steps)}
+        figures = batch_metrics(batch)
+        figures |= {metrics.LEARNING_RATE: rate, metrics.SKIPPED_STEPS: float(self._skipped_steps)}
         if norms:
             figures[metrics.GRAD_NORM] = sum(norms) / len(norms)
-        return figures
+            self._updated()
+        figures |= objective.statistics.reduced(self._engine.device).metrics(self._train.num_updates)
+        step_s = time.monotonic() - start
+        speed = figures[metrics.RESPONSE_TOKENS] / step_s
+        self._metrics = figures | {metrics.STEP_S: step_s, metrics.TOKENS_PER_S: speed}
+        self._step = step
+        self._planned = None
+        return self._metrics
+
+    @abstractmethod
+    def _objective(self, packed: PackedGroups, step: int, inputs: Inputs | None) -> Objective:
+        """Return what a step minimises."""
+
+    def _updated(self) -> None:
+        """React to a train step that moved the weights."""
+
+    def _work(self, objective: Objective, samples: list[Sample], others: list[Sample]) -> list[_Work]:
+        """Plan the micro-batches of one optimizer step; `others` are supervised."""
+        work = []
+        if samples:
+            lengths = [sample.num_trained for sample in samples]
+            scales = sequence_scales(objective.aggregation, lengths, objective.constant_length)
+            computed = [sample for sample in samples if objective.active is None or objective.active(sample)]
+            micros = self._micro_batches(computed)
+            work.append(_Work(micros, _by_sample(samples, scales), objective.loss_of))
+        if others and objective.supervised is not None:
+            scales = sequence_scales("token", [sample.num_trained for sample in others])
+            micros = self._micro_batches(others)
+            work.append(_Work(micros, _by_sample(others, scales), objective.supervised.loss_of))
+        return work
 
     def _accumulate(self, work: list[_Work], step: int) -> None:
         left = sum(len(one.micros) for one in work)
@@ -249,25 +285,11 @@ class Rank:
                         step, self._rank, first_of(group_names(micro.samples)),
                     )  # fmt: skip
 
-    def _finish(self, step: int, figures: dict[str, float], start: float) -> dict[str, float]:
-        """Count the step as trained; `start`: the monotonic time it began."""
-        step_s = time.monotonic() - start
-        speed = figures[metrics.RESPONSE_TOKENS] / step_s
-        self._metrics = figures | {metrics.STEP_S: step_s, metrics.TOKENS_PER_S: speed}
-        self._step = step
-        self._planned = None
-        return self._metrics
-
     def _skip(self, step: int, samples: Sequence[Sample], why: str) -> None:
         self._skipped_steps += 1
         if self._rank == 0:
             keys = first_of(group_names(samples))
             log.warning("step %d: an optimizer step is skipped, %s; groups: %s", step, why, keys or "none")
-
-    @property
-    def _num_updates(self) -> int:
-        """Optimizer steps a train step."""
-        return self._train.num_updates
 
     # ---------------------------------------------------------------- state
 
@@ -289,7 +311,7 @@ class Rank:
 
 
 def batch_metrics(batch: TrainBatch) -> dict[str, float]:
-    """What a batch consists of."""
+    """Return the figures of what a batch consists of."""
     samples = batch.samples
     tokens = sum(sample.num_trained for sample in samples)
     figures = {metrics.NUM_SAMPLES: float(len(samples)), metrics.RESPONSE_TOKENS: float(tokens)}
@@ -300,5 +322,5 @@ def batch_metrics(batch: TrainBatch) -> dict[str, float]:
     return figures
 
 
-def _by_sample(samples: Sequence[Sample], scales_N: np.ndarray) -> dict[int, float]:
+def _by_sample(samples: Sequence[Sample], scales_N: NDArray[np.float64]) -> dict[int, float]:
     return {id(sample): float(scale) for sample, scale in zip(samples, scales_N, strict=True)}

@@ -21,7 +21,7 @@ from actors.placement import spawn
 from actors.remote import Remote
 from actors.training.group import TrainerGroup
 from actors.training.worker import CONCURRENCY_GROUPS, TrainerWorker
-from raypost.config import Config
+from raypost.config import AdvantageConfig, Config
 from raypost.errors import JudgeError, RaypostError
 from raypost.packed import PackedGroups, pack_groups
 from raypost.trainer.batch.train_batch import Column, plan_batch
@@ -206,7 +206,7 @@ async def test_reference_on_engines_gives_the_column_and_the_step_that_the_train
     expected: Column = ray.get(await own.compute_ref_logprobs(batch_ref))
     metrics = await own.fit(batch_ref)
     await own.shutdown()
-    trained = np.concatenate([sample.places for sample in plan_batch(batch, 2, 2).samples])
+    trained = np.concatenate([sample.places for sample in plan_batch(batch, AdvantageConfig(), 2).samples])
     assert len(trained) > 150 and (expected[trained] < -1).all(), "there is something to compare"
     column: Column = ray.get(await beside.compute_ref_logprobs(batch_ref))
     assert column.dtype == np.float32 and column.shape == expected.shape
@@ -221,15 +221,15 @@ async def test_reference_on_engines_gives_the_column_and_the_step_that_the_train
         assert again[name] == pytest.approx(metrics[name], rel=1e-3, abs=1e-5), name
 
     with pytest.raises(ValueError, match=r"on the engines of train\.loss\.kl\.pool 'ref'"):
-        await TrainerGroup(beside._workers, config).compute_ref_logprobs(batch_ref)
+        await TrainerGroup(beside.workers, config).compute_ref_logprobs(batch_ref)
     with pytest.raises(RaypostError, match=r"group \('sums', 0\) sample 0 .*temperature 0\.7, top_p 1\.0"):
         await reference.compute_ref_logprobs(ray.put(make_batch(temperature=0.7)))
-    assert {span.actor for span in await beside.drain_spans()} >= {"reference-0"}
+    assert {span.actor for span in await reference.drain_spans()} >= {"reference-0"}
     await beside.shutdown()
 
 
 def test_every_sample_is_in_one_part_and_parts_have_about_the_same_number_of_tokens() -> None:
-    samples = plan_batch(make_batch(), 2, 1).samples
+    samples = plan_batch(make_batch(), AdvantageConfig(), 1).samples
     parts = [share(samples, part, 3) for part in range(3)]
     assert sorted(map(id, samples)) == sorted(id(one) for part in parts for one in part)
     loads = [sum(one.num_inputs for one in part) for part in parts]

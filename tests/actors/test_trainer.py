@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from itertools import count, pairwise
 from logging.handlers import QueueHandler
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -30,14 +31,14 @@ from transformers import (
 from actors.placement import spawn
 from actors.training.group import TrainerGroup
 from actors.training.worker import CONCURRENCY_GROUPS, TrainerWorker
-from raypost.config import Config, LossConfig
+from raypost.config import AdvantageConfig, Config, LossConfig
 from raypost.data.tokenizer import Tokenizer as RaypostTokenizer
 from raypost.errors import BatchMemoryError, CheckpointError, LedgerError, RaypostError, WaitTimeoutError
 from raypost.packed import PackedGroups, pack_groups, unpack_groups
 from raypost.trainer.algorithm.losses import LossTokens
 from raypost.trainer.batch.sft import SftExamples
 from raypost.trainer.batch.train_batch import plan_batch
-from raypost.types import Group, RolloutState, SampleParams, Status
+from raypost.types import Group, RolloutState, SampleParams, Span, Status
 from raypost.weights.manifest import verify, views
 from tests.actors.failing_ranks import FailingRank
 from tests.factories import CHAIN_SUM, make_config
@@ -109,7 +110,7 @@ class Probe(TrainerWorker):
         start = engine.load(Path(resume)) if resume else 0
         metrics = []
         for step in range(start + 1, steps + 1):
-            metrics.append(engine.fit(make_batch(step), step))
+            metrics.append(engine.train(make_batch(step), step))
             if step == save_at:
                 engine.save(Path(folder))
         weights = {}
@@ -134,7 +135,7 @@ class Probe(TrainerWorker):
 
         seen = [values(rank.gather_weights())]
         for step, batch in enumerate(batches, start + 1):
-            rank.fit(batch, step)
+            rank.train(batch, step)
             seen.append(values(rank.gather_weights()))
         average = values(rank.gather_average())
         # What was exchanged for it is back in its place.
@@ -161,7 +162,7 @@ class Probe(TrainerWorker):
         handler, log = QueueHandler(lines), logging.getLogger("raypost.trainer.rank")
         log.addHandler(handler)
         for step, batch in enumerate((make_batch(1), bad, make_batch(3)), start=1):
-            metrics.append(engine.fit(batch, step))
+            metrics.append(engine.train(batch, step))
             seen.append(weights())
         log.removeHandler(handler)
         return seen, metrics, [lines.get().getMessage() for _ in range(lines.qsize())]
@@ -181,7 +182,7 @@ class Probe(TrainerWorker):
 
         before = weights()
         for step in range(1, steps + 1):
-            rank.fit(make_batch(1), step)
+            rank.train(make_batch(1), step)
         return float((weights() - before).abs().mean())
 
     def lending(self, config: Config, steps: int) -> tuple[Weights | None, list[int]]:
@@ -200,7 +201,7 @@ class Probe(TrainerWorker):
             rank.reload()
             rank.reload()
             if step <= steps:
-                rank.fit(make_batch(step), step)
+                rank.train(make_batch(step), step)
         weights = {
             name: torch.from_numpy(data.copy()).view(getattr(torch, dtype)).float().numpy()
             for name, data, dtype, _ in rank.gather_weights()
@@ -253,6 +254,16 @@ def sft(tmp_path_factory: pytest.TempPathFactory) -> dict[str, object]:
     return {"path": str(path), "samples": 3, "coefficient": 0.3}
 
 
+async def each(group: TrainerGroup, method: str, *args: object) -> list[Any]:
+    """Call a method of all ranks."""
+    return await asyncio.gather(*(getattr(worker, method).remote(*args) for worker in group.workers))
+
+
+async def drained(group: TrainerGroup) -> list[Span]:
+    """Spans of all ranks since the last call."""
+    return [span for spans in await each(group, "drain_spans") for span in spans]
+
+
 def make_group(model_path: str, config: Config, cls: type = Probe, *kind: str) -> TrainerGroup:
     number = next(GROUPS)
     workers = [
@@ -297,15 +308,15 @@ def pair(solo_and_pair: list[TrainerGroup]) -> TrainerGroup:
 @pytest.fixture
 async def fresh(solo: TrainerGroup) -> TrainerGroup:
     """`solo` without any step; starting a process for every test would take most of their time."""
-    await solo._each("renew")
-    return TrainerGroup(solo._workers, train_config())
+    await each(solo, "renew")
+    return TrainerGroup(solo.workers, train_config())
 
 
 @pytest.fixture
 async def fresh_pair(pair: TrainerGroup) -> TrainerGroup:
     """`pair` without any step."""
-    await pair._each("renew")
-    return TrainerGroup(pair._workers, train_config(num_workers=2, zero_stage=3))
+    await each(pair, "renew")
+    return TrainerGroup(pair.workers, train_config(num_workers=2, zero_stage=3))
 
 
 async def fit(group: TrainerGroup, step: int) -> dict[str, float]:
@@ -318,8 +329,8 @@ def largest_difference(a: Weights, b: Weights) -> float:
 
 
 async def trained(group: TrainerGroup, **train: object) -> tuple[Weights, list[dict[str, float]]]:
-    config = train_config(num_workers=len(group._workers), **train)
-    return (await group._each("weights_after", config, 3))[0]
+    config = train_config(num_workers=len(group.workers), **train)
+    return (await each(group, "weights_after", config, 3))[0]
 
 
 @pytest.mark.parametrize("minibatches", [1, 2])
@@ -380,7 +391,7 @@ async def test_what_is_lent_between_steps_comes_back_as_it_was(solo, pair, name)
     group = (solo, pair)[ranks - 1]
     expected, _ = await trained(group, **options)
     config = train_config(num_workers=ranks, **options)
-    answers = await group._each("lending", config, 3)
+    answers = await each(group, "lending", config, 3)
     # What stays is constants of the model's code, nothing of the size of its weights.
     assert max(nbytes for _, left in answers for nbytes in left) < 4096
     weights = answers[0][0]
@@ -395,7 +406,7 @@ async def test_a_rank_that_has_lent_its_device_refuses_all_but_to_take_it_back(f
     for call in (fit(fresh, 2), fresh.publish(2), fresh.canary(np.arange(4)), fresh.save("/nowhere")):
         with pytest.raises(RaypostError, match=r"trainer-0 has lent its device.*TrainerGroup\.reload first"):
             await call
-    assert await fresh.drain_spans()
+    assert await drained(fresh)
     await fresh.reload()
     assert (await fresh.publish(1))[0].digest == manifest.digest
     await fit(fresh, 2)
@@ -415,11 +426,11 @@ ALGORITHMS = {
 async def test_fit_is_the_composition_of_its_calls_bit_for_bit(solo, pair, name):
     results = {}
     for group in (solo, pair):
-        config = train_config(num_workers=len(group._workers), zero_stage=3, **ALGORITHMS[name])
+        config = train_config(num_workers=len(group.workers), zero_stage=3, **ALGORITHMS[name])
         digests, metrics = [], []
         for spelled_out in (False, True):
-            await group._each("renew", config)
-            trainer = TrainerGroup(group._workers, config)
+            await each(group, "renew", config)
+            trainer = TrainerGroup(group.workers, config)
             for step in (1, 2):
                 batch_ref = ray.put(make_batch(step))
                 fit = compose(trainer, config, batch_ref) if spelled_out else trainer.fit(batch_ref)
@@ -428,7 +439,7 @@ async def test_fit_is_the_composition_of_its_calls_bit_for_bit(solo, pair, name)
         assert digests[0] == digests[1]
         for got, want in zip(metrics[2:], metrics[:2], strict=True):
             assert {**got, "step_s": 0, "tokens_per_s": 0} == {**want, "step_s": 0, "tokens_per_s": 0}
-        results[len(group._workers)] = metrics[1]
+        results[len(group.workers)] = metrics[1]
     for key, value in results[1].items():
         if key not in ("step_s", "tokens_per_s"):
             assert results[2][key] == pytest.approx(value, rel=1e-4, abs=1e-5), key
@@ -449,7 +460,7 @@ async def test_logprobs_of_a_batch_are_those_of_the_model(fresh, fresh_pair, mod
     batch = make_batch(1)
     expected = np.zeros(len(batch.columns[1]), np.float32)
     model = AutoModelForCausalLM.from_pretrained(model_path)
-    for sample in plan_batch(batch, 2, 1).samples:
+    for sample in plan_batch(batch, AdvantageConfig(), 1).samples:
         state = sample.state
         ids = torch.from_numpy(np.concatenate([state.prompt_ids, state.response_ids]).astype(np.int64))
         with torch.no_grad():
@@ -465,8 +476,8 @@ async def test_logprobs_of_a_batch_are_those_of_the_model(fresh, fresh_pair, mod
 
 async def test_without_the_old_logprobs_several_updates_are_refused(solo):
     config = train_config(num_minibatches=2)
-    await solo._each("renew", config)
-    trainer, batch_ref = TrainerGroup(solo._workers, config), ray.put(make_batch(1))
+    await each(solo, "renew", config)
+    trainer, batch_ref = TrainerGroup(solo.workers, config), ray.put(make_batch(1))
     advantages = await trainer.compute_advantages(batch_ref)
     with pytest.raises(ValueError, match="need the logprobs before the first"):
         await trainer.train(batch_ref, advantages)
@@ -477,8 +488,8 @@ async def test_a_critic_learns_beside_the_policy_and_is_saved_with_it(solo, mode
     of_critic = config.model_copy(update={"train": config.train.for_critic})
     critic = make_group(model_path, of_critic, TrainerWorker, "critic")
     await critic.start()
-    await solo._each("renew", config)
-    trainer = TrainerGroup(solo._workers, config, critic)
+    await each(solo, "renew", config)
+    trainer = TrainerGroup(solo.workers, config, critic)
     metrics = [await trainer.fit(ray.put(make_batch(step))) for step in (1, 2, 3)]
     assert metrics[0]["value_mean"] != 0.0 and metrics[2]["value_loss"] < metrics[0]["value_loss"]
     assert metrics[0]["critic_lr"] == 1e-2 and metrics[0]["lr"] == 1e-3
@@ -517,7 +528,7 @@ async def check_values_after_a_cut(critic: TrainerGroup) -> None:
         state.finish_reason = "length"
     batches = pack_groups(whole), pack_groups(groups)
     full, got = [ray.get(await critic.compute_values(ray.put(batch))) for batch in batches]
-    everything, shorter = (plan_batch(batch, 1, 1) for batch in batches)
+    everything, shorter = (plan_batch(batch, AdvantageConfig(kind="gae"), 1) for batch in batches)
     by_key = {(s.key, s.state.sample_index): s for s in everything.samples}
     expected, values = np.zeros_like(got.after), np.zeros_like(got.values)
     for sample in shorter.samples:
@@ -537,15 +548,15 @@ async def test_adapters_are_trained_alone_published_merged_and_the_reference_is_
     losses = []
     for group in (solo, pair):
         config = train_config(
-            num_workers=len(group._workers),
+            num_workers=len(group.workers),
             zero_stage=stage,
             lora={"rank": 4, "sync": "merged"},
             loss=loss,
             learning_rate=1e-2,
             ema_decay=1e-6,
         )
-        await group._each("renew", config)
-        trainer = TrainerGroup(group._workers, config)
+        await each(group, "renew", config)
+        trainer = TrainerGroup(group.workers, config)
         start, buckets = await trainer.publish(0)
         plain = AutoModelForCausalLM.from_pretrained(model_path).state_dict()
         for entry, data in views(start, ray.get(buckets)):
@@ -581,15 +592,15 @@ async def test_adapters_are_trained_alone_published_merged_and_the_reference_is_
 async def test_bfloat16_weights_move_by_less_than_they_can_hold(solo, stage):
     # In bfloat16 itself, a step of 1e-5 would be lost on nearly every weight.
     config = train_config(dtype="bfloat16", zero_stage=stage, learning_rate=1e-5)
-    (moved,) = await solo._each("bfloat16_drift", config, 40)
+    (moved,) = await each(solo, "bfloat16_drift", config, 40)
     assert 2e-4 < moved < 6e-4
 
 
 async def test_supervised_examples_are_learned_beside_a_batch_and_without_one(solo, sft, model_path):
     """Where no advantage is left, the gradient is that of the examples' mean cross entropy, times its coefficient."""
     config = train_config(sft=sft, micro_batch_tokens=48)
-    await solo._each("renew", config)
-    trainer = TrainerGroup(solo._workers, config)
+    await each(solo, "renew", config)
+    trainer = TrainerGroup(solo.workers, config)
     examples = SftExamples(config.train.sft, RaypostTokenizer.load(model_path), 0, config.max_model_len)
     model = AutoModelForCausalLM.from_pretrained(model_path).double()
     total, count = torch.zeros((), dtype=torch.float64), 0
@@ -632,7 +643,7 @@ async def test_versions_differ_after_a_step_and_only_two_are_kept(fresh, model_p
         manifest, _ = await fresh.publish(step)
         assert manifest.version == step
         digests.append(manifest.digest)
-        assert await fresh._each("num_published") == [min(2, step + 1)]
+        assert await each(fresh, "num_published") == [min(2, step + 1)]
     assert len(set(digests)) == 4
     assert (await fresh.publish(4))[0].digest == digests[-1]
 
@@ -640,7 +651,7 @@ async def test_versions_differ_after_a_step_and_only_two_are_kept(fresh, model_p
 async def test_exported_model_gives_the_logprobs_of_the_trainer(fresh, fresh_pair, tmp_path):
     for group in (fresh, fresh_pair):
         await fit(group, group.step + 1)
-        path = tmp_path / f"export-{len(group._workers)}"
+        path = tmp_path / f"export-{len(group.workers)}"
         await group.save_hf(path)
         with pytest.raises(ValueError, match=r"there is no average of the weights: .* train\.ema_decay"):
             await group.save_hf(path, ema=True)
@@ -658,8 +669,8 @@ async def test_exported_model_gives_the_logprobs_of_the_trainer(fresh, fresh_pai
 async def test_a_restored_run_goes_on_bit_for_bit(solo, sft, tmp_path, stage):
     noisy = {"kind": "tests.actors.random_loss:random_loss"}
     config, folder = train_config(zero_stage=stage, sft=sft, loss=noisy), str(tmp_path)
-    straight, _ = (await solo._each("weights_after", config, 4, "", 2, folder))[0]
-    resumed, _ = (await solo._each("weights_after", config, 4, folder))[0]
+    straight, _ = (await each(solo, "weights_after", config, 4, "", 2, folder))[0]
+    resumed, _ = (await each(solo, "weights_after", config, 4, folder))[0]
     assert largest_difference(straight, resumed) == 0.0
 
 
@@ -668,13 +679,13 @@ async def test_a_run_goes_on_with_other_ranks_and_another_zero_stage(solo, pair,
     for source, stage, target, other in (
         (solo, 1, pair, 3), (pair, 3, solo, 2), (pair, 2, solo, 1), (solo, 2, pair, 2), (pair, 3, solo, 3),
     ):  # fmt: skip
-        folder = tmp_path / f"{len(source._workers)}-{stage}-{len(target._workers)}-{other}"
+        folder = tmp_path / f"{len(source.workers)}-{stage}-{len(target.workers)}-{other}"
         configs = [
-            train_config(dtype=dtype, zero_stage=s, num_workers=len(group._workers), weight_decay=0.1)
+            train_config(dtype=dtype, zero_stage=s, num_workers=len(group.workers), weight_decay=0.1)
             for group, s in ((source, stage), (target, other))
         ]
-        straight, _ = (await source._each("weights_after", configs[0], 4, "", 2, str(folder)))[0]
-        resumed, metrics = (await target._each("weights_after", configs[1], 4, str(folder)))[0]
+        straight, _ = (await each(source, "weights_after", configs[0], 4, "", 2, str(folder)))[0]
+        resumed, metrics = (await each(target, "weights_after", configs[1], 4, str(folder)))[0]
         assert len(metrics) == 2
         tolerance = 1e-5 if dtype == "float32" else 2e-2
         worst = {n: float(np.abs(straight[n] - resumed[n]).max()) for n in straight}
@@ -696,13 +707,13 @@ async def test_the_moving_average_of_the_weights_is_its_formula_at_every_stage(s
         (solo, 0, "bfloat16"), (pair, 3, "bfloat16"),
     ):  # fmt: skip
         config = train_config(
-            dtype=dtype, zero_stage=stage, num_workers=len(group._workers), ema_decay=0.7, learning_rate=1e-2
+            dtype=dtype, zero_stage=stage, num_workers=len(group.workers), ema_decay=0.7, learning_rate=1e-2
         )
-        seen, average = (await group._each("averaged", config, batches))[0]
+        seen, average = (await each(group, "averaged", config, batches))[0]
         assert largest_difference(seen[1], seen[2]) == 0.0, "the second batch has nothing to train"
         expected = running_average([*seen[:2], *seen[3:]], 0.7)
         tolerance = 1e-6 if dtype == "float32" else 1e-2
-        assert largest_difference(average, expected) < tolerance, (len(group._workers), stage, dtype)
+        assert largest_difference(average, expected) < tolerance, (len(group.workers), stage, dtype)
         assert largest_difference(average, seen[-1]) > 4e-3
 
 
@@ -710,32 +721,32 @@ async def test_the_moving_average_goes_on_with_other_ranks_and_another_stage(sol
     batches = [make_batch(step) for step in range(1, 5)]
     decay = {"ema_decay": 0.7, "learning_rate": 1e-2}
     configs = {
-        group: train_config(zero_stage=stage, num_workers=len(group._workers), **decay)
+        group: train_config(zero_stage=stage, num_workers=len(group.workers), **decay)
         for group, stage in ((solo, 1), (pair, 3))
     }
     for source, target in ((pair, solo), (solo, pair)):
-        folder = str(tmp_path / f"{len(source._workers)}")
-        before, average = (await source._each("averaged", configs[source], batches[:2], "", folder))[0]
-        seen, resumed = (await target._each("averaged", configs[target], batches[2:], folder))[0]
+        folder = str(tmp_path / f"{len(source.workers)}")
+        before, average = (await each(source, "averaged", configs[source], batches[:2], "", folder))[0]
+        seen, resumed = (await each(target, "averaged", configs[target], batches[2:], folder))[0]
         assert largest_difference(before[-1], seen[0]) < 1e-6
         assert largest_difference(resumed, running_average(seen, 0.7, average)) < 1e-6
     with pytest.raises(CheckpointError, match="is damaged or of another model"):
         (tmp_path / "1" / "average.safetensors").write_bytes(b"12345678{}")
-        await solo._each("averaged", configs[solo], [], str(tmp_path / "1"))
+        await each(solo, "averaged", configs[solo], [], str(tmp_path / "1"))
     (tmp_path / "1" / "average.safetensors").unlink()
     with pytest.raises(CheckpointError, match=r"was saved without train\.ema_decay"):
-        await solo._each("averaged", configs[solo], [], str(tmp_path / "1"))
+        await each(solo, "averaged", configs[solo], [], str(tmp_path / "1"))
 
 
 async def test_a_damaged_checkpoint_is_refused_by_name(solo, pair, tmp_path):
     config = train_config()
-    await solo._each("weights_after", config, 1, "", 1, str(tmp_path))
+    await each(solo, "weights_after", config, 1, "", 1, str(tmp_path))
     (state,) = tmp_path.rglob("*optim_states.pt")
     state.write_bytes(state.read_bytes()[: state.stat().st_size // 2])
     with pytest.raises(CheckpointError, match="deepspeed is damaged or not of this model"):
-        await solo._each("weights_after", config, 2, str(tmp_path))
+        await each(solo, "weights_after", config, 2, str(tmp_path))
     with pytest.raises(CheckpointError, match="deepspeed is damaged or not of this model"):
-        await pair._each("weights_after", train_config(num_workers=2), 2, str(tmp_path))
+        await each(pair, "weights_after", train_config(num_workers=2), 2, str(tmp_path))
 
 
 async def test_group_restores_its_step_and_refuses_a_checkpoint_that_does_not_fit(fresh, solo, tmp_path):
@@ -747,9 +758,9 @@ async def test_group_restores_its_step_and_refuses_a_checkpoint_that_does_not_fi
     assert await fresh.load(tmp_path / "trainer") == fresh.step == 2
     assert (await fresh.publish(2))[0].digest == manifest.digest
     with pytest.raises(CheckpointError, match="saved with zero_stage 1, this run has 0"):
-        await solo._each("weights_after", train_config(zero_stage=0), 3, str(tmp_path / "trainer"))
+        await each(solo, "weights_after", train_config(zero_stage=0), 3, str(tmp_path / "trainer"))
     with pytest.raises(CheckpointError, match="saved with dtype float32, this run has bfloat16"):
-        await solo._each("weights_after", train_config(dtype="bfloat16"), 3, str(tmp_path / "trainer"))
+        await each(solo, "weights_after", train_config(dtype="bfloat16"), 3, str(tmp_path / "trainer"))
     with pytest.raises(CheckpointError, match=r"trainer\.json"):
         await fresh.load(tmp_path / "nothing")
 
@@ -769,7 +780,7 @@ async def test_a_step_is_trained_once(fresh):
 async def test_a_step_without_finite_gradient_changes_nothing_and_training_goes_on(solo, stage):
     # Without a bound, weights of exp(300) overflow the loss.
     config = train_config(zero_stage=stage, correction={"weight": {"upper": None}})
-    (skipped,) = await solo._each("poisoned", config)
+    (skipped,) = await each(solo, "poisoned", config)
     weights, metrics, lines = skipped
     groups = ", ".join(f"('task', {g})" for g in range(4))
     assert lines == [
@@ -812,7 +823,7 @@ async def test_bad_input_is_left_out_and_changes_nothing_for_the_rest(fresh):
                 state.prompt_ids = np.ones(60, np.int32)
     expected = await fresh.fit(ray.put(pack_groups(good)), 1)
     digest = (await fresh.publish(1))[0].digest
-    await fresh._each("renew")
+    await each(fresh, "renew")
     metrics = await fresh.fit(ray.put(pack_groups([bad[0], *good[:3], *bad[1:], good[3]])), 1)
     assert metrics["left_out"] == 6 * (4 + 1) and metrics["skipped_steps"] == 0
     assert metrics["loss"] == expected["loss"] and (await fresh.publish(1))[0].digest == digest
@@ -824,8 +835,8 @@ def out_of_memory(tokens: LossTokens, config: LossConfig) -> tuple[torch.Tensor,
 
 
 async def test_a_micro_batch_that_does_not_fit_the_memory_is_named_with_what_makes_it_smaller(solo):
-    await solo._each(
-        "renew", train_config(loss={"kind": f"{__name__}:out_of_memory"}, micro_batch_tokens=400)
+    await each(
+        solo, "renew", train_config(loss={"kind": f"{__name__}:out_of_memory"}, micro_batch_tokens=400)
     )
     with pytest.raises(BatchMemoryError) as failed:
         await solo.fit(ray.put(make_batch(1)), 1)
@@ -846,16 +857,16 @@ async def test_time_is_accounted_for_by_kind_and_actor(fresh, tmp_path):
     await fit(fresh, 1)
     await fresh.publish(1)
     await fresh.save(tmp_path)
-    spans = await fresh.drain_spans()
+    spans = await drained(fresh)
     assert {(span.actor, span.kind) for span in spans} == {
         ("trainer-0", kind) for kind in ("train", "sync", "checkpoint")}  # fmt: skip
     assert all(span.end_s > span.start_s for span in spans)
-    assert await fresh.drain_spans() == []
+    assert await drained(fresh) == []
 
 
 async def test_a_broken_rank_is_not_waited_for_and_a_late_one_is_named():
     group = make_group("", train_config(num_workers=2, step_timeout_s=4), FailingRank)
-    await asyncio.gather(*(worker.close.remote() for worker in group._workers))
+    await asyncio.gather(*(worker.close.remote() for worker in group.workers))
     now = asyncio.get_running_loop().time
     start = now()
     with pytest.raises(CheckpointError, match="rank 1 is broken"):
@@ -868,9 +879,9 @@ async def test_a_broken_rank_is_not_waited_for_and_a_late_one_is_named():
 
 
 async def test_ranks_find_each_other_at_the_nodes_address(pair):
-    infos = await pair._each("setup", "unused", 0)
+    infos = await each(pair, "setup", "unused", 0)
     assert [info["rank"] for info in infos] == [0, 1] and len({info["pid"] for info in infos}) == 2
-    address, port = (await pair._each("rendezvous", ranks=[0]))[0]
+    address, port = (await each(pair, "rendezvous"))[0]
     assert address == ray.util.get_node_ip_address() and port > 0
 
 

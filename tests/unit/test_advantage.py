@@ -8,9 +8,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from raypost.config import ADVANTAGES, AdvantageConfig
+from raypost.config import AdvantageConfig
 from raypost.errors import ConfigError
-from raypost.trainer.algorithm.advantage import Scored, compute_advantages, gae, whitened
+from raypost.trainer.algorithm.advantage import ADVANTAGES, Scored, compute_advantages, gae, whitened
 from raypost.trainer.algorithm.estimators import STD_EPS, dr_grpo, grpo, mc, opo, pass_at_k, rloo
 
 REWARD = st.floats(-5, 5, allow_nan=False).map(lambda r: round(r, 3))

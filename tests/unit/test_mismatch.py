@@ -10,7 +10,7 @@ from raypost.config import LossConfig
 from raypost.trainer.algorithm.corrections import Correction
 from raypost.trainer.algorithm.losses import LossTokens, policy_objective, value_loss
 from raypost.trainer.algorithm.mismatch import MAX_LAG, LagSums
-from raypost.trainer.algorithm.step_sums import StepSums, ValueSums
+from raypost.trainer.algorithm.statistics import PolicyStatistics, ValueStatistics
 
 
 def random_tokens(num_tokens=300, seed=0, noise=0.3):
@@ -104,7 +104,7 @@ def loss_tokens(seed, lengths=(3, 4, 2), reference=True):
 def stepped(batches, reference=True):
     """Metrics of the same nine tokens, in one micro-batch or cut into its sequences."""
     cfg = LossConfig(kl={"coefficient": 0.1 if reference else 0.0})
-    whole, sums = loss_tokens(1, reference=reference), StepSums()
+    whole, sums = loss_tokens(1, reference=reference), PolicyStatistics()
     keep, lags = torch.tensor([1, 1, 0, 1, 1, 1, 1, 0, 1]).bool(), torch.tensor([0, 0, 1, 1, 0, 2, 0, 0, 0])
     weights = torch.linspace(0.5, 1.5, 9)
     for rows in batches:
@@ -132,13 +132,13 @@ def test_a_steps_figures_do_not_depend_on_how_its_batch_was_split():
 
 
 def test_a_step_without_tokens_reports_a_loss_of_0_and_nothing_else():
-    assert StepSums().metrics(1) == {"loss": 0.0}
+    assert PolicyStatistics().metrics(1) == {"loss": 0.0}
 
 
 def test_the_critics_figures_are_the_formulas():
     rng = np.random.default_rng(0)
     values, before, returns = (torch.from_numpy(rng.normal(size=40)) for _ in range(3))
-    sums = ValueSums()
+    sums = ValueStatistics()
     for part in (slice(0, 15), slice(15, 15), slice(15, 40)):
         scales = torch.full_like(values[part], 1 / 40)
         sums.add(
@@ -150,15 +150,17 @@ def test_the_critics_figures_are_the_formulas():
     whole = value_loss(values, before, returns, torch.full_like(values, 1 / 40), 0.2)
     assert got["value_loss"] == pytest.approx(whole.loss.item())
     assert got["value_mean"] == pytest.approx(values.mean().item()) and 0 < got["value_clip_fraction"] < 1
-    assert "explained_variance" not in ValueSums().metrics(1)
+    assert "explained_variance" not in ValueStatistics().metrics(1)
 
 
 def test_supervised_tokens_have_a_mean_of_their_own_over_all_micro_batches_and_count_in_the_loss():
     logprobs = -torch.rand(7, generator=torch.Generator().manual_seed(3)).double()
-    sums = StepSums()
+    sums = PolicyStatistics()
     for part in (slice(0, 3), slice(3, 3), slice(3, 7)):
         sums.add_sft(logprobs[part], -0.5 * logprobs[part].sum() / 7)
     got = sums.metrics(2)
     assert got["sft_loss"] == pytest.approx(-logprobs.mean().item()) and got["sft_tokens"] == 7
     assert got["loss"] == pytest.approx(-0.5 * logprobs.mean().item() / 2)
-    assert got.keys() == {"loss", "sft_loss", "sft_tokens"} and "sft_loss" not in StepSums().metrics(1)
+    assert got.keys() == {"loss", "sft_loss", "sft_tokens"} and "sft_loss" not in PolicyStatistics().metrics(
+        1
+    )

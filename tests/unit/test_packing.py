@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from raypost.config import AdvantageConfig
 from raypost.packed import pack_groups
 from raypost.trainer.algorithm.token_advantages import with_advantage
 from raypost.trainer.batch.packing import (
@@ -52,7 +53,7 @@ def make_groups(num_groups=6, size=4, seed=0, longest_prompt=9, longest=12):
 
 
 def planned(groups, minibatches=1):
-    return plan_batch(pack_groups(groups), 2, minibatches)
+    return plan_batch(pack_groups(groups), AdvantageConfig(), minibatches)
 
 
 RULES = {
@@ -147,7 +148,7 @@ def test_every_trained_token_is_predicted_from_the_position_before_it(kind):
     groups = make_groups()
     groups[0].states[0].response_mask[1] = False
     packed = pack_groups(groups)
-    batch = plan_batch(packed, 2, 1)
+    batch = plan_batch(packed, AdvantageConfig(), 1)
     seen = []
     for micro in micro_batches(batch.samples, 0, 1, RULES[kind]):
         row_L = micro.input_ids_BL.ravel()
@@ -267,7 +268,9 @@ def test_what_a_model_cannot_read_or_was_not_sampled_is_left_out_by_name():
         spoil(state)
     long = states[len(cases)]
     long.append_segment(*(np.zeros(8, np.int32), np.zeros(8, np.float32), np.zeros(8, np.int32)))
-    batch = plan_batch(pack_groups([Group(task="task", group_id=1, states=states)]), 2, 1, Limits(200, 14))
+    batch = plan_batch(
+        pack_groups([Group(task="task", group_id=1, states=states)]), AdvantageConfig(), 1, Limits(200, 14)
+    )
     assert [sample.state.sample_index for sample in batch.samples] == [len(cases) + 1, len(cases) + 2]
     for i, text in enumerate(
         [*cases.values(), "it has 15 tokens, more than 14, the longest max_prompt_tokens"]
@@ -277,7 +280,7 @@ def test_what_a_model_cannot_read_or_was_not_sampled_is_left_out_by_name():
     states[-1].logprobs[0], states[-1].response_ids[0] = 1e-6, 199
     states[-1].append_segment(*(np.zeros(7, np.int32), np.zeros(7, np.float32), np.zeros(7, np.int32)))
     group = Group(task="task", group_id=1, states=states[-2:])
-    assert plan_batch(pack_groups([group]), 2, 1, Limits(200, 14)).left_out == []
+    assert plan_batch(pack_groups([group]), AdvantageConfig(), 1, Limits(200, 14)).left_out == []
     assert len(planned([Group(task="task", group_id=1, states=[long, states[-1]])]).samples) == 2
 
 
@@ -294,11 +297,32 @@ def test_a_group_with_too_few_trainable_members_is_left_out():
     assert batch.samples == [] and "1 trainable of 2, 2 are needed" in batch.left_out[-1]
 
 
+@pytest.mark.parametrize(
+    "rewards, chosen", [((0.0, 0.0, 0.0, 1.0), [0, 3]), ((1.0, 0.0, 1.0, 0.0), [0, 1]), ((1.0,) * 4, [])]
+)
+def test_members_of_an_over_sampled_group_are_chosen_as_the_configuration_says(
+    rewards: tuple[float, ...], chosen: list[int]
+) -> None:
+    config = AdvantageConfig.model_validate({"select": {"size": 2, "bounds": [0.1, 0.9]}})
+    states = [make_state(0, i, reward=reward) for i, reward in enumerate(rewards)]
+    batch = plan_batch(pack_groups([Group(task="task", group_id=0, states=states)]), config, 1)
+    assert [sample.state.sample_index for sample in batch.samples] == chosen
+    if not chosen:
+        assert "no choice of 2 of 4 members lies within train.advantage.select.bounds" in batch.left_out[0]
+
+
+def test_a_choice_of_fewer_members_than_the_advantage_compares_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"select\.size is 1, but 'grpo' compares 2 members or more"):
+        AdvantageConfig.model_validate({"select": {"size": 1, "bounds": [0, 1]}})
+    with pytest.raises(ValueError, match="the first must be below the second"):
+        AdvantageConfig.model_validate({"select": {"size": 2, "bounds": [1, 0]}})
+
+
 def test_a_sample_knows_its_place_in_the_batchs_columns():
     groups = make_groups(3)
     groups[1].states[2].status = Status.FAILED
     packed = pack_groups(groups)
-    batch = plan_batch(packed, 2, 1)
+    batch = plan_batch(packed, AdvantageConfig(), 1)
     assert batch.num_tokens == len(packed.columns[1]) and len(batch.samples) == 11
     for sample in batch.samples:
         assert np.array_equal(packed.columns[1][sample.places], sample.state.response_ids)

@@ -38,6 +38,7 @@ from transformers import (
     Qwen3MoeForCausalLM,
 )
 
+from raypost.config import AdvantageConfig
 from raypost.errors import ConfigError
 from raypost.packed import pack_groups
 from raypost.trainer.batch.packing import PackingRule, Segment, micro_batches
@@ -115,7 +116,7 @@ def make_samples(num_groups=3, size=4, longest=20):
             state.append_segment(ids, np.full(length, -1.0, np.float32), np.zeros(length, np.int32), mask)
             states.append(state)
         groups.append(Group(task="task", group_id=g, states=states))
-    return plan_batch(pack_groups(groups), 2, 1)
+    return plan_batch(pack_groups(groups), AdvantageConfig(), 1)
 
 
 def gradients(policy, batch, rule, with_entropy=False):

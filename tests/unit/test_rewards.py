@@ -5,9 +5,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from raypost.trainer.algorithm import selection
 from raypost.trainer.algorithm.rewards import overlong_penalties
-from raypost.trainer.algorithm.selection import select_members, within_bounds
+from raypost.trainer.batch import selection
+from raypost.trainer.batch.selection import select_members, within_bounds
 
 
 def naive_penalty(length, limit, buffer, penalty):

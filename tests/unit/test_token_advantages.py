@@ -23,7 +23,7 @@ def make_batch(cut=()):
                 # A tool's tokens; with three left over, the last of all is one of them.
                 state.response_mask[[1, -1]] = False
     groups[2].states[1].status = Status.FAILED
-    return plan_batch(pack_groups(groups), 1, 1)
+    return plan_batch(pack_groups(groups), AdvantageConfig(kind="gae"), 1)
 
 
 def naive_gae(rewards, values, after, discount, lam):
@@ -98,7 +98,7 @@ def test_a_batch_without_anything_trainable_has_empty_columns():
     for group in groups:
         for state in group.states:
             state.status = Status.FAILED
-    batch = plan_batch(pack_groups(groups), 1, 1)
+    batch = plan_batch(pack_groups(groups), AdvantageConfig(kind="gae"), 1)
     config = AdvantageConfig(kind="gae")
     none = np.zeros(batch.num_tokens, np.float32)
     got = token_advantages(batch, config, NONE, values=TokenValues(none, none))

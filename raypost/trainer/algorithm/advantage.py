@@ -13,16 +13,29 @@ trajectories, one after the other; T those of one member.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import pairwise
+from typing import get_args
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from raypost.config import AdvantageConfig
+from raypost.config import AdvantageConfig, AdvantageKind
 from raypost.config.imports import load_function
-from raypost.trainer.algorithm.estimators import ESTIMATORS, STD_EPS, Floats, centred
+from raypost.trainer.algorithm.estimators import (
+    STD_EPS,
+    Floats,
+    centred,
+    dr_grpo,
+    grpo,
+    mc,
+    opo,
+    pass_at_k,
+    rloo,
+)
+from raypost.trainer.batch.selection import member_reward
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,14 +117,8 @@ def compute_advantages(scored: Scored, config: AdvantageConfig) -> Advantages:
     `config.whitens`, all tokens of the batch are brought to mean 0 and deviation 1. Raises ValueError naming the
     group if one is too small, if gae has no values, or if a function of one's own returns something else.
     """
-    members = _members(scored)
-    returns_M: Floats | None = None
-    if config.kind in ESTIMATORS:
-        advantages_M = _compared(scored, members, config)
-    elif config.kind in ("reinforce_pp", "gae"):
-        advantages_M, returns_M = _chained(scored, members, config)
-    else:
-        advantages_M = _own(scored, config)
+    estimate = ADVANTAGES.get(config.kind, _by_import_path)
+    advantages_M, returns_M = estimate(scored, config)
     if config.whitens:
         advantages_M = whitened(advantages_M, config.std_eps)
     return Advantages(advantages_M, returns_M)
@@ -167,32 +174,27 @@ def _members(scored: Scored) -> list[list[NDArray[np.int64]]]:
     return groups
 
 
-def _member_reward(rewards: Floats, config: AdvantageConfig) -> float:
-    if config.session_reward == "last":
-        return float(rewards[-1])
-    return float(getattr(np, config.session_reward)(rewards))
-
-
-def _compared(scored: Scored, groups: list[list[NDArray[np.int64]]], config: AdvantageConfig) -> Floats:
+def _compared(estimate: GroupEstimator, scored: Scored, config: AdvantageConfig) -> Result:
     token_sums_N = _token_sums(scored)
     advantages_N = np.empty(len(scored.rewards_N))
-    for g, members in enumerate(groups):
+    for g, members in enumerate(_members(scored)):
         rewards_G = np.asarray(
-            [_member_reward(scored.rewards_N[one], config) + token_sums_N[one].sum() for one in members]
+            [
+                member_reward(scored.rewards_N[one], config.session_reward) + token_sums_N[one].sum()
+                for one in members
+            ]
         )
         lengths_G = np.asarray([scored.lengths_N[one].sum() for one in members], np.float64)
         try:
-            values_G = ESTIMATORS[config.kind](rewards_G, lengths_G, config)
+            values_G = estimate(rewards_G, lengths_G, config)
         except ValueError as error:
             raise ValueError(f"{scored.group_name(g)}: {error}") from error
         for one, value in zip(members, values_G, strict=True):
             advantages_N[one] = value
-    return np.repeat(advantages_N, scored.lengths_N)
+    return np.repeat(advantages_N, scored.lengths_N), None
 
 
-def _chained(
-    scored: Scored, groups: list[list[NDArray[np.int64]]], config: AdvantageConfig
-) -> tuple[Floats, Floats | None]:
+def _chained(scored: Scored, config: AdvantageConfig) -> Result:
     values_M = scored.values_M
     if config.kind == "gae" and values_M is None:
         raise ValueError("advantage 'gae' needs the critic's values, but there are none: compute them first")
@@ -201,11 +203,11 @@ def _chained(
     if scored.token_rewards_M is not None:
         rewards_M += scored.token_rewards_M
     advantages_M, returns_M = np.empty_like(rewards_M), np.empty_like(rewards_M)
-    for one in (one for members in groups for one in members):
+    for one in (one for members in _members(scored) for one in members):
         if config.session_reward == "sum":
             rewards_M[ends_N[one] - 1] += scored.rewards_N[one]
         else:
-            rewards_M[ends_N[one[-1]] - 1] += _member_reward(scored.rewards_N[one], config)
+            rewards_M[ends_N[one[-1]] - 1] += member_reward(scored.rewards_N[one], config.session_reward)
         tokens = np.concatenate([np.arange(ends_N[n] - scored.lengths_N[n], ends_N[n]) for n in one])
         if config.kind == "gae" and values_M is not None:
             last = 0.0 if scored.bootstrap_N is None else float(scored.bootstrap_N[one[-1]])
@@ -225,7 +227,7 @@ def _token_sums(scored: Scored) -> Floats:
     return np.add.reduceat(np.asarray(scored.token_rewards_M, np.float64), starts_N)
 
 
-def _own(scored: Scored, config: AdvantageConfig) -> Floats:
+def _by_import_path(scored: Scored, config: AdvantageConfig) -> Result:
     function = load_function(config.kind, "train.advantage.kind")
     values = np.asarray(function(scored, config), np.float64)
     n, m = len(scored.rewards_N), int(np.sum(scored.lengths_N))
@@ -234,4 +236,32 @@ def _own(scored: Scored, config: AdvantageConfig) -> Floats:
             f"advantage {config.kind!r} must return {n} (trajectories) or {m} (tokens) finite numbers, got shape "
             f"{values.shape}, {np.count_nonzero(~np.isfinite(values))} not finite"
         )
-    return values if len(values) == m else np.repeat(values, scored.lengths_N)
+    return values if len(values) == m else np.repeat(values, scored.lengths_N), None
+
+
+GroupEstimator = Callable[[Floats, Floats, AdvantageConfig], Floats]
+"""rewards_G, lengths_G, config -> advantages_G."""
+Result = tuple[Floats, Floats | None]
+"""advantages_M and, of a critic's, returns_M."""
+
+
+def _members_compared(estimate: GroupEstimator) -> Callable[[Scored, AdvantageConfig], Result]:
+    return partial(_compared, estimate)
+
+
+ADVANTAGES: dict[str, Callable[[Scored, AdvantageConfig], Result]] = {
+    "grpo": _members_compared(lambda rewards_G, _, config: grpo(rewards_G, config.std_eps)),
+    "dr_grpo": _members_compared(lambda rewards_G, *_: dr_grpo(rewards_G)),
+    "rloo": _members_compared(lambda rewards_G, *_: rloo(rewards_G)),
+    "opo": _members_compared(lambda rewards_G, lengths_G, _: opo(rewards_G, lengths_G)),
+    "pass_at_k": _members_compared(
+        lambda rewards_G, _, config: pass_at_k(rewards_G, config.k, config.std_eps)
+    ),
+    "mc": _members_compared(lambda rewards_G, _, config: mc(rewards_G, config.std_eps)),
+    "reinforce_pp": _chained,
+    # Whitened over the batch afterwards.
+    "reinforce_pp_baseline": _members_compared(lambda rewards_G, *_: dr_grpo(rewards_G)),
+    "gae": _chained,
+}
+"""By the names that raypost.config.AdvantageKind lists."""
+assert ADVANTAGES.keys() == set(get_args(AdvantageKind)), "every name of AdvantageKind has one entry"

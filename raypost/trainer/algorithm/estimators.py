@@ -7,13 +7,10 @@ Axes: G members of one group. Rewards are finite, float64, one a member.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from math import comb
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
-
-from raypost.config import AdvantageConfig
 
 Floats = NDArray[np.float64]
 
@@ -95,22 +92,6 @@ def pass_at_k(rewards_G: ArrayLike, k: int, eps: float = STD_EPS) -> Floats:
     advantages_G = np.empty_like(rewards_G)
     advantages_G[order] = (worth_G - mean) / (std + eps)
     return advantages_G
-
-
-GroupEstimator = Callable[[Floats, Floats, AdvantageConfig], Floats]
-"""rewards_G, lengths_G, config -> advantages_G."""
-
-ESTIMATORS: dict[str, GroupEstimator] = {
-    "grpo": lambda rewards_G, _, config: grpo(rewards_G, config.std_eps),
-    "dr_grpo": lambda rewards_G, _, config: dr_grpo(rewards_G),
-    "rloo": lambda rewards_G, _, config: rloo(rewards_G),
-    "opo": lambda rewards_G, lengths_G, config: opo(rewards_G, lengths_G),
-    "pass_at_k": lambda rewards_G, _, config: pass_at_k(rewards_G, config.k, config.std_eps),
-    "mc": lambda rewards_G, _, config: mc(rewards_G, config.std_eps),
-    # Normalised over the batch afterwards.
-    "reinforce_pp_baseline": lambda rewards_G, _, config: dr_grpo(rewards_G),
-}
-"""Those of `train.advantage.kind` that compare members; reinforce_pp and gae do not."""
 
 
 def checked(rewards_G: ArrayLike) -> Floats:

@@ -17,17 +17,19 @@ tokens are not among them), B its sequences.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields
-from typing import Literal
+from dataclasses import dataclass, fields, replace
+from typing import get_args
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from raypost.config import KlKind, LossConfig
+from raypost.config import LossConfig, LossKind
+from raypost.config.algorithm import Aggregation
 from raypost.config.imports import load_function
 from raypost.trainer.algorithm.corrections import Correction
+from raypost.trainer.algorithm.rewards import kl_estimate
 from raypost.trainer.algorithm.sequences import row_means
 
 
@@ -51,18 +53,17 @@ class LossTokens:
     """Logprobs of the frozen reference; None: there is none."""
 
     def __post_init__(self) -> None:
-        lengths = {
-            one.name: len(value)
-            for one in fields(self)
-            if isinstance(value := getattr(self, one.name), Tensor)
-        }
+        lengths = {name: len(values) for name, values in self._tensors().items()}
         if len(set(lengths.values())) > 1:
             raise ValueError(f"the fields of a token must have one length, got {lengths}")
 
     def kept(self, keep_T: Tensor) -> LossTokens:
         """Only the tokens where `keep_T` is True. The rows keep their numbers."""
+        return replace(self, **{name: values[keep_T] for name, values in self._tensors().items()})
+
+    def _tensors(self) -> dict[str, Tensor]:
         values = {one.name: getattr(self, one.name) for one in fields(self)}
-        return LossTokens(**{n: v[keep_T] if isinstance(v, Tensor) else v for n, v in values.items()})
+        return {name: value for name, value in values.items() if isinstance(value, Tensor)}
 
 
 PolicyLoss = Callable[[LossTokens, LossConfig], tuple[Tensor, Tensor]]
@@ -90,7 +91,7 @@ class LossTerms:
 
 
 def sequence_scales(
-    aggregation: Literal["token", "sequence", "constant"],
+    aggregation: Aggregation,
     lengths_N: Sequence[int],
     constant_length: int | None = None,
 ) -> NDArray[np.float64]:
@@ -161,32 +162,16 @@ def _clipped(ratio_T: Tensor, advantages_T: Tensor, config: LossConfig) -> tuple
 
 
 POLICY_LOSSES: dict[str, PolicyLoss] = {"ppo": ppo, "gspo": gspo, "cispo": cispo}
-"""By the names of `train.loss.kind`."""
+"""By the names that raypost.config.LossKind lists."""
+assert POLICY_LOSSES.keys() == set(get_args(LossKind)), "every name of LossKind has one entry"
 
 
 def load_policy_loss(kind: str) -> PolicyLoss:
-    """The policy loss of a name or an import path. Raises ConfigError."""
+    """Return the policy loss of a name or an import path. Raises ConfigError."""
     return POLICY_LOSSES.get(kind) or load_function(kind, "train.loss.kind")
 
 
 # ---------------------------------------------------------------- the other terms
-
-
-def kl_estimate(kind: KlKind, logprobs_T: Tensor, reference_T: Tensor) -> Tensor:
-    """Estimates of KL(policy || reference) at tokens the policy sampled, nats. logprobs_T, reference_T -> kl_T.
-
-    With d = logprob - reference: k1 = d, k2 = d^2 / 2, k3 = exp(-d) - 1 + d (Schulman, "Approximating KL
-    Divergence", 2020). k1 and k3 are unbiased. Raises ValueError for another kind.
-    """
-    gap_T = logprobs_T - reference_T
-    if kind == "k1":
-        return gap_T
-    if kind == "k2":
-        return gap_T.square() / 2
-    if kind == "k3":
-        # Not exp(-d) - 1 + d: small gaps would drown in the rounding of the 1.
-        return torch.expm1(-gap_T) + gap_T
-    raise ValueError(f"unknown KL estimator {kind!r}; there are k1, k2, k3")
 
 
 def policy_objective(
@@ -216,7 +201,7 @@ def policy_objective(
     if config.kl.coefficient and config.kl.place == "loss" and tokens.reference_T is None:
         raise ValueError("the KL term needs the reference's logprobs, but there are none: compute them first")
     if tokens.reference_T is not None:
-        kl_T = kl_estimate(config.kl.kind, tokens.logprobs_T, tokens.reference_T)
+        kl_T = kl_estimate(config.kl.kind, tokens.logprobs_T - tokens.reference_T, torch.expm1)
         if config.kl.place == "loss":
             counted_T = kl_T
             if config.kl.unbiased:

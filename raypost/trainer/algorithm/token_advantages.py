@@ -36,6 +36,24 @@ class TokenValues:
     """At the last token of a trajectory that was cut off there: of the state after it."""
 
 
+@dataclass(frozen=True, slots=True)
+class PolicyInputs:
+    """What the policy is trained on, in addition to its batch; see `TrainConfig.needs_old_logprobs` and others."""
+
+    advantages: TokenAdvantages
+    old_logprobs: Column | None = None
+    ref_logprobs: Column | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class CriticInputs:
+    """What the critic is trained on, in addition to its batch."""
+
+    advantages: TokenAdvantages
+    values: TokenValues
+    """The critic's before the first optimizer step."""
+
+
 def token_advantages(
     batch: TrainBatch,
     config: AdvantageConfig,

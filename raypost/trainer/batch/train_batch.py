@@ -16,7 +16,9 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import NDArray
 
+from raypost.config import AdvantageConfig
 from raypost.packed import PackedGroups, unpack_groups
+from raypost.trainer.batch.selection import member_reward, select_members
 from raypost.types import NO_VERSION, Group, GroupKey, RolloutState, Status
 
 Column = NDArray[np.float32]
@@ -119,14 +121,15 @@ class Limits:
 
 
 def plan_batch(
-    packed: PackedGroups, smallest_group: int, num_minibatches: int, limits: Limits | None = None
+    packed: PackedGroups, advantage: AdvantageConfig, num_minibatches: int, limits: Limits | None = None
 ) -> TrainBatch:
     """Split the groups in their order into minibatches of trainable samples.
 
     Left out, each by its name, are trajectories that are not COMPLETED, without a finite reward, a prompt or a trained
     token, longer than the limits, with ids outside the vocabulary, or with a trained token whose logprob is no
-    logarithm of a probability, whose policy is not known, or that was chosen greedily; and groups of which fewer than
-    `smallest_group` are left.
+    logarithm of a probability, whose policy is not known, or that was chosen greedily; groups of which fewer members
+    are left than `advantage` compares; and those without the members that `advantage.select` wants. Members that it
+    does not choose are not trained.
     """
     groups = unpack_groups(packed)
     first = np.cumsum([0, *packed.group_sizes]).tolist()
@@ -135,17 +138,20 @@ def plan_batch(
     minibatches: list[list[list[Sample]]] = []
     for part in np.array_split(np.arange(len(groups)), num_minibatches):
         members = [
-            _trainable(groups[g], starts[first[g] : first[g + 1]], smallest_group, limits, left_out)
-            for g in part
+            _trainable(groups[g], starts[first[g] : first[g + 1]], advantage, limits, left_out) for g in part
         ]
         minibatches.append([group for group in members if group])
     return TrainBatch(minibatches, left_out, starts[-1])
 
 
 def _trainable(
-    group: Group, starts: Sequence[int], smallest_group: int, limits: Limits | None, left_out: list[str]
+    group: Group,
+    starts: Sequence[int],
+    advantage: AdvantageConfig,
+    limits: Limits | None,
+    left_out: list[str],
 ) -> list[Sample]:
-    samples = []
+    samples: list[Sample] = []
     for state, start in zip(group.states, starts, strict=True):
         reason = _untrainable(state) or _unreadable(state, limits)
         if reason is None:
@@ -153,13 +159,32 @@ def _trainable(
         else:
             left_out.append(f"group {group.key} sample {state.sample_index}: {reason}")
     # Trajectories of one session have one reward between them: they are one member.
-    members = len({sample.session for sample in samples})
-    if members < smallest_group:
+    members: dict[tuple[str, object], list[Sample]] = {}
+    for sample in samples:
+        members.setdefault(sample.session, []).append(sample)
+    smallest, select = advantage.smallest_group, advantage.select
+    if len(members) < smallest:
         left_out.append(
-            f"group {group.key}: {members} trainable of {len(group.states)}, {smallest_group} are needed"
+            f"group {group.key}: {len(members)} trainable of {len(group.states)}, {smallest} are needed"
         )
         return []
-    return samples
+    if select is None:
+        return samples
+    candidates = list(members.values())
+    returns = [
+        member_reward([sample.state.reward or 0.0 for sample in member], advantage.session_reward)
+        for member in candidates
+    ]
+    size = min(select.size, len(returns))
+    chosen = select_members(returns, size, select.selector, select.bounds)
+    if chosen is None:
+        left_out.append(
+            f"group {group.key}: the mean reward of no choice of {size} of {len(returns)} members lies within "
+            f"train.advantage.select.bounds {list(select.bounds)}"
+        )
+        return []
+    keys = {candidates[i][0].session for i in chosen}
+    return [sample for sample in samples if sample.session in keys]
 
 
 def _untrainable(state: RolloutState) -> str | None:

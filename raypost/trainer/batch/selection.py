@@ -1,7 +1,6 @@
-"""Which members of an over-sampled group are trained: dynamic sampling over returns.
+"""Which members of an over-sampled group are trained: dynamic sampling over returns (`train.advantage.select`).
 
-Owns the choice, not the waiting: the caller asks whenever a group has more members. Pure functions. Axis: C
-candidates of one group.
+Pure functions over NumPy arrays. Axis: C candidates of one group.
 """
 
 from __future__ import annotations
@@ -9,19 +8,24 @@ from __future__ import annotations
 from collections.abc import Iterable
 from itertools import combinations, islice
 from math import comb
-from typing import Literal
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-Selector = Literal["first", "uniform", "balanced"]
+from raypost.config.algorithm import Selector, SessionReward
 
 _EXACT = 100_000
 """Combinations up to which the best is searched among all of them."""
 
 
+def member_reward(rewards: ArrayLike, how: SessionReward) -> float:
+    """Return what a member of a group is worth, from the rewards of its trajectories."""
+    values = np.asarray(rewards, np.float64)
+    return float(values[-1] if how == "last" else getattr(np, how)(values))
+
+
 def within_bounds(returns_C: ArrayLike, bounds: tuple[float, float]) -> bool:
-    """Whether the mean return lies strictly between the bounds: DAPO's dynamic sampling, arXiv 2503.14476.
+    """Return whether the mean return lies strictly between the bounds: DAPO's dynamic sampling, arXiv 2503.14476.
 
     With (0, 1) and rewards 0 and 1, groups that are all right or all wrong are refused.
     """
@@ -32,7 +36,7 @@ def within_bounds(returns_C: ArrayLike, bounds: tuple[float, float]) -> bool:
 def select_members(
     returns_C: ArrayLike, size: int, selector: Selector, bounds: tuple[float, float]
 ) -> NDArray[np.int64] | None:
-    """Indices of `size` candidates whose mean return lies within the bounds, ascending; None if there are none.
+    """Return indices of `size` candidates whose mean return lies within the bounds, ascending; None if there are none.
 
     first: the first `size` candidates. uniform: evenly spread over the candidates' order of return. balanced: those
     with the mean closest to the middle of the bounds, of equal ones those that spread most, of these the first;

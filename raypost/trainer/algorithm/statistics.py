@@ -21,7 +21,7 @@ from raypost.trainer.algorithm.mismatch import LagSums
 _LOSS, _POLICY, _KL_LOSS, _TOKENS, _ENTROPY, _KEPT, _KL, _SFT, _SFT_TOKENS = range(9)
 
 
-class StepSums:
+class PolicyStatistics:
     """Sums and extremes over the tokens that this rank computed; `reduced`: over those of all ranks."""
 
     def __init__(self) -> None:
@@ -70,9 +70,9 @@ class StepSums:
         self._sums[_SFT] -= logprobs_T.detach().double().sum().item()
         self._sums[_SFT_TOKENS] += len(logprobs_T)
 
-    def reduced(self, device: torch.device) -> StepSums:
+    def reduced(self, device: torch.device) -> PolicyStatistics:
         """The same over all ranks. A collective."""
-        total, shape = StepSums(), self._lags.sums.shape
+        total, shape = PolicyStatistics(), self._lags.sums.shape
         sums = np.concatenate([self._sums, self._lags.sums.ravel()])
         sums = _all_reduce(sums, dist.ReduceOp.SUM, device)
         maxima = _all_reduce(self._lags.maxima.ravel(), dist.ReduceOp.MAX, device)
@@ -105,7 +105,7 @@ class StepSums:
 _VALUE_LOSS, _COUNT, _VALUE_CLIPPED, _RETURN, _RETURN_SQUARE, _ERROR, _ERROR_SQUARE, _VALUE = range(8)
 
 
-class ValueSums:
+class ValueStatistics:
     """The same for the critic."""
 
     def __init__(self) -> None:
@@ -122,9 +122,9 @@ class ValueSums:
             np.square(error).sum(), values.sum(),
         )  # fmt: skip
 
-    def reduced(self, device: torch.device) -> ValueSums:
+    def reduced(self, device: torch.device) -> ValueStatistics:
         """The same over all ranks. A collective."""
-        total = ValueSums()
+        total = ValueStatistics()
         total._sums = _all_reduce(self._sums, dist.ReduceOp.SUM, device)
         return total
 
