@@ -25,7 +25,8 @@ from ray.util.metrics import Counter, Gauge
 
 from raypost import metrics
 from raypost.config import Config
-from raypost.report.writer import RunStatus, RunWriter
+from raypost.report.record import RunStatus
+from raypost.report.writer import RunWriter
 from raypost.types import GroupCounts, Span, SyncReport, WorkerStats
 
 log = logging.getLogger(__name__)

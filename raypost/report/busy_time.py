@@ -21,7 +21,7 @@ SpanTable = dict[tuple[str, str], Intervals_N2]
 
 
 def union(intervals: Intervals_N2) -> Intervals_N2:
-    """Sorted, disjoint intervals that cover the same instants. Empty intervals vanish."""
+    """Return sorted, disjoint intervals that cover the same instants. Empty intervals vanish."""
     intervals = np.asarray(intervals, np.float64).reshape(-1, 2)
     intervals = intervals[intervals[:, 1] > intervals[:, 0]]
     if not len(intervals):
@@ -34,7 +34,7 @@ def union(intervals: Intervals_N2) -> Intervals_N2:
 
 
 def intersect(a: Intervals_N2, b: Intervals_N2) -> Intervals_N2:
-    """Instants in both; `a` and `b` are unions, and so is the result."""
+    """Return the instants in both; `a` and `b` are unions, and so is the result."""
     if not len(a) or not len(b):
         return np.empty((0, 2))
     # Instants in both are those covered twice when both lists are laid over each other.
@@ -47,7 +47,7 @@ def intersect(a: Intervals_N2, b: Intervals_N2) -> Intervals_N2:
 
 
 def subtract(a: Intervals_N2, b: Intervals_N2) -> Intervals_N2:
-    """Instants of `a` that are not in `b`; both are unions, and so is the result."""
+    """Return the instants of `a` that are not in `b`; both are unions, and so is the result."""
     if not len(a) or not len(b):
         return a
     gaps = np.stack([np.append(-np.inf, b[:, 1]), np.append(b[:, 0], np.inf)], axis=1)
@@ -55,12 +55,12 @@ def subtract(a: Intervals_N2, b: Intervals_N2) -> Intervals_N2:
 
 
 def length_s(intervals: Intervals_N2) -> float:
-    """Total seconds of a union."""
+    """Return the total seconds of a union."""
     return float(np.sum(intervals[:, 1] - intervals[:, 0])) if len(intervals) else 0.0
 
 
 def span_table(spans: Iterable[Span]) -> SpanTable:
-    """Spans by actor and kind."""
+    """Collect spans by actor and kind."""
     lists: dict[tuple[str, str], array[float]] = {}
     for span in spans:
         lists.setdefault((span.actor, span.kind), array("d")).extend((span.start_s, span.end_s))
@@ -68,13 +68,13 @@ def span_table(spans: Iterable[Span]) -> SpanTable:
 
 
 def any_busy(table: SpanTable, kind: str) -> Intervals_N2:
-    """When at least one actor had a span of `kind`."""
+    """Return when at least one actor had a span of `kind`."""
     parts = [intervals for (_, of_kind), intervals in table.items() if of_kind == kind]
     return union(np.concatenate([np.empty((0, 2)), *parts]))
 
 
 def training_windows(table: SpanTable, sessions: Sequence[tuple[float, float]]) -> Intervals_N2:
-    """The time over which idle fractions are measured: one window for each session that trained.
+    """Return the time over which idle fractions are measured: one window for each session that trained.
 
     A window opens with the first instant of rollout after the evaluation before training (if any), so that
     the wait for the first batch counts; it closes with the end of the last "train" span, so that starting
@@ -94,32 +94,23 @@ def training_windows(table: SpanTable, sessions: Sequence[tuple[float, float]]) 
     return union(np.asarray(windows, np.float64))
 
 
-def busy_fraction(table: SpanTable, kind: str, windows: Intervals_N2, num_actors: int = 0) -> float | None:
-    """Share of the windows in which an actor had a span of `kind`, as the mean over the actors.
+def idle_fraction(table: SpanTable, kind: str, windows: Intervals_N2, num_actors: int = 0) -> float | None:
+    """Return the share of the windows in which an actor had no span of `kind`, as the mean over the actors.
 
-    `num_actors`: how many there were, if more than left a span: those were idle throughout. None when
-    there is no window or no actor.
+    An engine is in "rollout" while it has at least one request, those of an evaluation included. `num_actors`: how
+    many there were, if more than left a span: those were idle throughout. None when there is no window or no actor.
     """
     busy = [length_s(intersect(spans, windows)) for (_, of_kind), spans in table.items() if of_kind == kind]
     actors, total_s = max(num_actors, len(busy)), length_s(windows)
-    return sum(busy) / (actors * total_s) if actors and total_s > 0 else None
-
-
-def idle_fraction(table: SpanTable, kind: str, windows: Intervals_N2, num_actors: int = 0) -> float | None:
-    """1 - busy_fraction. For trainers `kind` is "train"; for rollout workers "rollout", which an engine is
-    in while it has at least one request, those of an evaluation included."""
-    busy = busy_fraction(table, kind, windows, num_actors)
-    return None if busy is None else 1.0 - busy
-
-
-def overlap_s(table: SpanTable, windows: Intervals_N2) -> float:
-    """Seconds in which some trainer rank trained while some rollout worker generated."""
-    return length_s(intersect(intersect(any_busy(table, TRAIN), any_busy(table, ROLLOUT)), windows))
+    return 1 - sum(busy) / (actors * total_s) if actors and total_s > 0 else None
 
 
 def time_shares_s(table: SpanTable, windows: Intervals_N2) -> dict[str, float]:
-    """The windows' seconds split without overlap, in this order of precedence: `both` (training and
-    rollout), `train` (alone), `evaluate`, `sync`, `rollout` (alone), `neither`."""
+    """Split the windows' seconds without overlap, by what went on.
+
+    In this order of precedence: `both` (training and rollout), `train` (alone), `evaluate`, `sync`, `rollout` (alone),
+    `neither`.
+    """
     train, rollout = any_busy(table, TRAIN), any_busy(table, ROLLOUT)
     claims = {
         "both": intersect(train, rollout),

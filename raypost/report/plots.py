@@ -9,6 +9,7 @@ import io
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import matplotlib
@@ -17,14 +18,13 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.layout_engine import ConstrainedLayoutEngine
 from matplotlib.ticker import FixedLocator, MaxNLocator
-from numpy.typing import NDArray
 
 from raypost import metrics
 from raypost.report.busy_time import training_windows
 from raypost.report.colours import BLUE, GREEN, GREY, INK, LIGHT, ORANGE, PALE, RED
-from raypost.report.record import Column, RunRecord, held_out_intervals, held_out_scores
+from raypost.report.record import RunRecord, Series, held_out_intervals
 from raypost.report.report_json import reward_curve
-from raypost.report.timeline import draw_shares, draw_timeline, whole_run, zoom
+from raypost.report.timeline import draw_shares, draw_timeline, note, whole_run, zoom
 
 MAX_POINTS = 1500
 """A longer curve is averaged down to this many points."""
@@ -53,12 +53,13 @@ _STYLE = {
     "legend.fontsize": 9,
 }
 
-Panel = Callable[[Axes], None]
+Plot = Callable[[Axes], None]
+_DASHED = (0, (4, 3))
 
 
 @dataclass(slots=True, frozen=True)
 class Drawn:
-    """`svgs` by name: the keys of PANELS that had data, and `zoom`, `whole`, `shares` when there are spans."""
+    """`svgs` by name: the plots that had data, and `zoom`, `whole`, `shares` when there are spans."""
 
     svgs: dict[str, str]
     timeline_png: bytes
@@ -68,96 +69,78 @@ class Drawn:
 def draw(record: RunRecord, report: dict[str, Any]) -> Drawn:
     """Draw everything the record has data for."""
     with matplotlib.rc_context(_STYLE):
-        panels = _panels(record, report)
-        svgs = {name: _svg(_single(panel)) for name, panel in panels.items()}
+        plots = _plots(record, report)
+        svgs = {name: _svg(_single(plot)) for name, plot in plots.items()}
         windows = training_windows(record.spans, record.sessions)
-        step_s = report["step_s_median"]
-        near, all_of_it = zoom(windows, step_s), whole_run(record)
+        near = zoom(windows, report["step_s_median"]) if len(windows) else whole_run(record)
         if len(windows):
             svgs["zoom"] = _svg(draw_timeline(record, near, bands=True))
-            svgs["whole"] = _svg(draw_timeline(record, all_of_it))
+            svgs["whole"] = _svg(draw_timeline(record, whole_run(record)))
             svgs["shares"] = _svg(draw_shares(report["time_shares_s"]))
-        timeline = draw_timeline(record, near if len(windows) else all_of_it, bands=True, title=True)
-        return Drawn(svgs, _png(timeline), _png(_sheet(list(panels.values())[:6])))
+        timeline = draw_timeline(record, near, bands=True, title=True)
+        return Drawn(svgs, _png(timeline), _png(_sheet(list(plots.values())[:6])))
 
 
-def _panels(record: RunRecord, report: dict[str, Any]) -> dict[str, Panel]:
-    """Panels by name, in the order of the page; those without data are left out."""
-    panels: dict[str, Panel] = {}
-    if held_out_scores(record):
-        panels[metrics.HELD_OUT] = lambda ax: _held_out(ax, record)
-    if np.isfinite(reward_curve(record)).any():
-        panels["reward"] = lambda ax: _curve(ax, record, reward_curve(record), "Reward", BLUE)
+def _plots(record: RunRecord, report: dict[str, Any]) -> dict[str, Plot]:
+    """Return the plots by name, in the order of the page; those without data are left out."""
+    mismatch = record.column(metrics.LOGPROB_MISMATCH_MAX)
+    plots: dict[str, tuple[bool, Plot]] = {
+        metrics.HELD_OUT: (bool(record.held_out()), partial(_held_out, record=record)),
+        "reward": _curve(record, reward_curve(record), "Reward", BLUE),
+        metrics.LOSS: _curve(record, record.column(metrics.LOSS), "Loss", ORANGE),
+        "staleness": (bool(report["staleness_histogram"]), partial(_staleness, report=report)),
+        "mismatch": (bool(np.isfinite(mismatch).any()), partial(_mismatch, record=record)),
+    }
     for name, title, colour in (
-        (metrics.LOSS, "Loss", ORANGE),
         (metrics.ENTROPY, "Entropy, nats a token", GREEN),
         (metrics.GRAD_NORM, "Gradient norm", GREY),
         (metrics.RESPONSE_TOKENS_MEAN, "Response length, tokens", BLUE),
     ):
-        if np.isfinite(record.column(name)).any():
-            panels[name] = lambda ax, n=name, t=title, c=colour: _curve(ax, record, record.column(n), t, c)  # type: ignore[misc]
-    if report["staleness_histogram"]:
-        panels["staleness"] = lambda ax: _staleness(ax, report)
-    if np.isfinite(record.column(metrics.LOGPROB_MISMATCH_MAX)).any():
-        panels["mismatch"] = lambda ax: _mismatch(ax, record)
-    first = [
-        name for name in (metrics.HELD_OUT, "reward", metrics.LOSS, "staleness", "mismatch") if name in panels
-    ]
-    return {name: panels[name] for name in [*first, *(n for n in panels if n not in first)]}
+        plots[name] = _curve(record, record.column(name), title, colour)
+    return {name: plot for name, (has_data, plot) in plots.items() if has_data}
 
 
-# ---------------------------------------------------------------- panels
+# ---------------------------------------------------------------- plots
 
 
 def _held_out(ax: Axes, record: RunRecord) -> None:
-    steps, scores = zip(*held_out_scores(record), strict=True)
-    intervals = held_out_intervals(record)
-    if np.isfinite(intervals).any():
-        ax.fill_between(steps, intervals[:, 0], intervals[:, 1], color=GREEN, alpha=0.15, lw=0, zorder=2)
+    steps = [scores["step"] for scores in record.held_out()]
+    scores = np.asarray([scores[metrics.HELD_OUT] for scores in record.held_out()])
+    low, high = held_out_intervals(record).T
+    ax.fill_between(steps, low, high, color=GREEN, alpha=0.15, lw=0, zorder=2)
     ax.plot(steps, scores, color=GREEN, lw=2, marker="o", ms=5, mec="white", mew=1, clip_on=False, zorder=3)
     for n in sorted({0, len(steps) - 1}):
         # The first beside its point, clear of the axis' own numbers.
         offset, align = ((0, 8), "center") if n else ((10, -3), "left")
-        ax.annotate(
-            f"{scores[n]:.2f}", (steps[n], scores[n]), offset, textcoords="offset points", ha=align,
-            color=GREEN, weight="bold",
-        )  # fmt: skip
-    _frame(ax, "Held-out score", steps[-1], np.asarray(scores))
+        note(ax, f"{scores[n]:.2f}", (steps[n], scores[n]), offset, ha=align, color=GREEN, weight="bold")
+    _frame(ax, "Held-out score", steps[-1], scores)
 
 
-def _curve(ax: Axes, record: RunRecord, values: Column, title: str, colour: str) -> None:
-    steps, values = _thin(record.steps, values)
-    smooth = _smooth(values)
-    ax.plot(steps, values, color=colour, lw=0.9, alpha=0.35, label="each step")
-    ax.plot(steps, smooth, color=colour, lw=2, label="moving mean")
-    _frame(ax, title, int(record.steps[-1]), values)
+def _curve(record: RunRecord, values: Series, title: str, colour: str) -> tuple[bool, Plot]:
+    """Return whether the values have one that is finite, and their plot."""
+
+    def plot(ax: Axes) -> None:
+        steps, thin = _thin(record.steps, values)
+        ax.plot(steps, thin, color=colour, lw=0.9, alpha=0.35)
+        ax.plot(steps, _smooth(thin), color=colour, lw=2)
+        _frame(ax, title, record.last_step, thin)
+
+    return bool(np.isfinite(values).any()), plot
 
 
 def _staleness(ax: Axes, report: dict[str, Any]) -> None:
-    histogram = {int(s): n for s, n in report["staleness_histogram"].items()}
-    bound, total = report["staleness_bound"], sum(histogram.values())
-    edge = max(histogram) if bound is None else max(max(histogram), bound)
-    values = list(range(edge + 1))
-    shares = [100 * histogram.get(s, 0) / total for s in values]
-    ax.bar(
-        values,
-        shares,
-        width=0.62,
-        color=[BLUE if bound is None or s <= bound else RED for s in values],
-        zorder=3,
-    )
-    if len(values) <= 12:
-        for s, share in zip(values, shares, strict=True):
-            if share:
-                ax.annotate(
-                    f"{share:.3g} %", (s, share), (0, 3), textcoords="offset points", ha="center", color=INK
-                )
-    if bound is not None:
-        ax.axvline(bound + 0.5, color=GREY, lw=1, ls=(0, (4, 3)))
-        ax.annotate(
-            "bound", (bound + 0.5, 0.97), (-4, 0), xycoords=("data", "axes fraction"), textcoords="offset points",
-            ha="right", va="top", color=GREY, fontsize=9,
-        )  # fmt: skip
+    counts = list(report["staleness_histogram"].values())
+    limit = report["staleness_bound"]
+    edge = max(len(counts) - 1, limit or 0)
+    shares = 100 * np.asarray(counts) / sum(counts)
+    colours = [BLUE if limit is None or s <= limit else RED for s in range(len(shares))]
+    ax.bar(range(len(shares)), shares, width=0.62, color=colours, zorder=3)
+    if edge < 12:
+        for s in np.flatnonzero(shares):
+            note(ax, f"{shares[s]:.3g} %", (s, shares[s]), (0, 3), ha="center", color=INK)
+    if limit is not None:
+        ax.axvline(limit + 0.5, color=GREY, lw=1, ls=_DASHED)
+        note(ax, "bound", (limit + 0.5, 0.97), (-4, 0), ("data", "axes fraction"), ha="right", va="top")
     ax.set_xlim(-0.6, edge + 0.7)
     ax.set_ylim(0, 118)
     ax.set_yticks([0, 50, 100])
@@ -170,10 +153,11 @@ def _staleness(ax: Axes, report: dict[str, Any]) -> None:
 
 
 def _mismatch(ax: Axes, record: RunRecord) -> None:
-    shown = [(metrics.LOGPROB_MISMATCH_MAX, "largest, same weights", RED)]
-    shown += [(metrics.LOGPROB_MISMATCH_MEAN, "mean, same weights", ORANGE)]
-    for name, label, colour in shown:
-        steps, values = _thin(record.steps, record.column(name), np.nanmax)
+    for name, label, colour in (
+        (metrics.LOGPROB_MISMATCH_MAX, "largest, same weights", RED),
+        (metrics.LOGPROB_MISMATCH_MEAN, "mean, same weights", ORANGE),
+    ):
+        steps, values = _thin(record.steps, record.column(name), np.max)
         positive = np.where(values > 0, values, np.nan)
         if np.isfinite(positive).any():
             marker = "o" if len(steps) <= 200 else None
@@ -182,21 +166,18 @@ def _mismatch(ax: Axes, record: RunRecord) -> None:
     low, high = ax.get_ylim()
     # Room below for the legend, above for the line.
     ax.set_ylim(low / 12, max(high * 3, 3e-3))
-    ax.axhline(1e-3, color=GREY, lw=1, ls=(0, (4, 3)))
-    ax.annotate(
-        "1e-3", (0.01, 1e-3), (0, 3), xycoords=("axes fraction", "data"), textcoords="offset points",
-        color=GREY, fontsize=9,
-    )  # fmt: skip
+    ax.axhline(1e-3, color=GREY, lw=1, ls=_DASHED)
+    note(ax, "1e-3", (0.01, 1e-3), (0, 3), ("axes fraction", "data"))
     ax.set_title("Logprob mismatch, engine and trainer")
     ax.set_xlabel("train step")
-    ax.set_xlim(0, int(record.steps[-1]))
+    ax.set_xlim(0, record.last_step)
     ax.legend(loc="lower right", ncols=2, handlelength=1.2, borderaxespad=0.2)
 
 
-def _frame(ax: Axes, title: str, last_step: int, values: Column) -> None:
-    finite = values[np.isfinite(values)]
-    if len(finite) and finite.min() >= 0 and 0.05 < finite.max() <= 1:
-        ax.set_ylim(0, 1.0 if finite.max() > 0.5 else finite.max() * 1.25)
+def _frame(ax: Axes, title: str, last_step: int, values: Series) -> None:
+    highest = values.max()
+    if values.min() >= 0 and 0.05 < highest <= 1:
+        ax.set_ylim(0, 1.0 if highest > 0.5 else highest * 1.25)
     else:
         ax.margins(y=0.12)
     ax.set_title(title)
@@ -204,57 +185,49 @@ def _frame(ax: Axes, title: str, last_step: int, values: Column) -> None:
     ax.set_xlim(0, max(1, last_step))
 
 
-def _smooth(values: Column) -> Column:
-    """Centred moving mean over a tenth of the curve, NaN left out."""
-    width = max(1, len(values) // 20)
-    known = np.isfinite(values)
+def _smooth(values: Series) -> Series:
+    """Average over a tenth of the curve around each point; the values are finite."""
+    width = len(values) // 20
     kernel = np.ones(2 * width + 1)
-    total = np.convolve(np.where(known, values, 0.0), kernel, "same")[: len(values)]
-    number = np.convolve(known.astype(float), kernel, "same")[: len(values)]
-    return np.where(number > 0, total / np.maximum(number, 1), np.nan) if len(values) > 2 * width else values
+    return np.convolve(values, kernel, "same") / np.convolve(np.ones_like(values), kernel, "same")
 
 
 def _thin(
-    steps: NDArray[Any], values: Column, pick: Callable[..., Any] = np.nanmean
-) -> tuple[Column, Column]:
-    """At most MAX_POINTS points: one for each run of neighbours."""
+    steps: list[int], values: Series, pick: Callable[[Series], np.floating[Any]] = np.mean
+) -> tuple[Series, Series]:
+    """Return the points that are finite, at most MAX_POINTS: one for each run of neighbours."""
     known = np.isfinite(values)
-    steps, values = np.asarray(steps, float)[known], values[known]
-    if len(steps) <= MAX_POINTS:
-        return steps, values
-    parts = np.array_split(np.arange(len(steps)), MAX_POINTS)
-    return np.array([steps[p].mean() for p in parts]), np.array([pick(values[p]) for p in parts])
+    x, y = np.asarray(steps, np.float64)[known], values[known]
+    if len(x) <= MAX_POINTS:
+        return x, y
+    parts = np.array_split(np.arange(len(x)), MAX_POINTS)
+    return np.array([x[p].mean() for p in parts]), np.array([pick(y[p]) for p in parts])
 
 
 # ---------------------------------------------------------------- output
 
 
-def _single(panel: Panel) -> Figure:
+def _single(plot: Plot) -> Figure:
     figure = Figure(figsize=(4.9, 2.9), layout="constrained")
-    panel(figure.subplots())
+    plot(figure.subplots())
     return figure
 
 
-def _sheet(panels: list[Panel]) -> Figure:
-    rows = max(1, -(-len(panels) // 3))
+def _sheet(plots: list[Plot]) -> Figure:
+    rows = max(1, -(-len(plots) // 3))
     figure = Figure(figsize=(13.5, 3.5 * rows), layout=ConstrainedLayoutEngine(w_pad=0.12, h_pad=0.12))
-    axes = figure.subplots(rows, 3, squeeze=False).ravel()
-    for ax in axes[len(panels) :]:
-        ax.set_axis_off()
-    for ax, panel in zip(axes, panels, strict=False):
-        panel(ax)
+    for n, plot in enumerate(plots, start=1):
+        plot(figure.add_subplot(rows, 3, n))
     return figure
 
 
 def _svg(figure: Figure) -> str:
-    """Inline SVG that takes the page's font and scales with its column."""
+    """Return inline SVG that takes the page's font and scales with its column."""
     buffer = io.StringIO()
-    figure.savefig(buffer, format="svg", metadata={"Date": None, "Creator": None}, transparent=True)
+    figure.savefig(buffer, format="svg", metadata=dict.fromkeys(("Date", "Creator")), transparent=True)
     text = buffer.getvalue()
     text = text[text.index("<svg") :]
-    text = re.sub(r'(<svg[^>]*?) width="[^"]*"', r"\1", text, count=1)
-    text = re.sub(r'(<svg[^>]*?) height="[^"]*"', r"\1", text, count=1)
-    text = re.sub(r"<metadata>.*?</metadata>", "", text, count=1, flags=re.S)
+    text = re.sub(r'(<svg[^>]*?) (width="[^"]*") (height="[^"]*")', r"\1", text, count=1)
     return text.replace("'DejaVu Sans'", "system-ui, 'Helvetica Neue', Arial")
 
 

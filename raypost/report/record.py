@@ -1,16 +1,16 @@
 """What a run left on disk, read back in columns: the only source of a report.
 
-A resumed run appends to the same files. Steps that a later session trained again replace the earlier ones,
-so that what is read is the history of the model that survived.
+A resumed run appends to the same files. Steps that a later session trained again replace the earlier ones, so that
+what is read is the history of the model that survived.
 """
 
 from __future__ import annotations
 
 from array import array
-from collections.abc import Mapping
+from bisect import bisect_left
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import yaml
@@ -23,18 +23,23 @@ from raypost.report import files
 from raypost.report.busy_time import SpanTable, span_table
 from raypost.types import Span
 
-Column = NDArray[np.float64]
+RunStatus = Literal["finished", "stopped", "failed"]
+KILLED = "the run ended without closing its record: it was killed, or its machine went away"
+
+Series = NDArray[np.float64]
+"""One value a step, NaN where the step has none."""
 
 
 @dataclass(slots=True, kw_only=True)
 class RunRecord:
-    """One run. S steps survive; `columns` have S entries, NaN where a step lacks the metric."""
+    """One run, of which S steps survive."""
 
     config: dict[str, Any]
-    sessions: list[tuple[float, float]]
+    sessions: list[tuple[float, float]] = field(default_factory=list)
     """(start, end) of each time the run was started, seconds since the epoch."""
-    steps: NDArray[np.int64]
-    columns: dict[str, Column] = field(default_factory=dict)
+    steps: list[int] = field(default_factory=list)
+    columns: dict[str, array[float]] = field(default_factory=dict)
+    """Values by metric, NaN where a step lacks it; steps after the last that has it are left out."""
     staleness: list[list[int]] = field(default_factory=list)
     """Per step, per group of its batch."""
     evals: list[dict[str, Any]] = field(default_factory=list)
@@ -45,21 +50,29 @@ class RunRecord:
     counts: dict[str, int] = field(default_factory=dict)
     """The last that were written; {} if none ever were."""
     versions: dict[str, str] = field(default_factory=dict)
-    end: dict[str, Any] | None = None
-    """How the last session ended; None while it runs, or when it was killed."""
-    not_finite: list[str] = field(default_factory=list)
+    status: RunStatus = "failed"
+    """How the last session ended."""
+    error: str | None = KILLED
+    not_finite: set[str] = field(default_factory=set)
     """Metrics that were NaN or infinite in some step."""
     spans: SpanTable = field(default_factory=dict)
     ledger: LedgerSummary | None = None
     """Where the groups of the history that survived went; None without a ledger."""
 
-    def column(self, name: str) -> Column:
-        """Values of a metric by step, NaN where missing, also when no step has it."""
-        return self.columns.get(name, np.full(len(self.steps), np.nan))
+    def column(self, name: str) -> Series:
+        """Return the values of a metric by step, NaN where missing, also when no step has it."""
+        values, known = np.full(len(self.steps), np.nan), self.columns.get(name, ())
+        values[: len(known)] = known
+        return values
 
     @property
-    def started_s(self) -> float:
-        return self.sessions[0][0]
+    def last_step(self) -> int:
+        """The last step that was trained, 0 if none was."""
+        return self.steps[-1] if self.steps else 0
+
+    def held_out(self) -> list[dict[str, Any]]:
+        """Return the evaluations that have a held-out score."""
+        return [scores for scores in self.evals if scores.get(HELD_OUT) is not None]
 
 
 def load_record(run_dir: Path) -> RunRecord:
@@ -67,85 +80,49 @@ def load_record(run_dir: Path) -> RunRecord:
     config_file = run_dir / files.CONFIG
     if not config_file.exists():
         raise FileNotFoundError(f"{run_dir} holds no run: it has no {files.CONFIG}")
-    table = _read_steps(run_dir)
-    record = RunRecord(
-        config=yaml.safe_load(config_file.read_text()),
-        sessions=[],
-        steps=table.steps(),
-        columns=table.columns(),
-        staleness=table.staleness(),
-        not_finite=sorted(table.not_finite),
-        spans=span_table(Span(**line) for line in files.read_lines(run_dir / files.SPANS)),
-        ledger=ledger_summary(run_dir) if (run_dir / LEDGER_FILE).exists() else None,
-    )
-    starts, last_seen = _read_events(run_dir, record)
-    times = [*starts, *last_seen, *(end for spans in record.spans.values() for end in spans[-1:, 1])]
-    times += list(table.times)
-    edges = [*starts[1:], float("inf")]
-    for start, before in zip(starts, edges, strict=True):
+    record = RunRecord(config=yaml.safe_load(config_file.read_text()))
+    times = _read_steps(run_dir, record)
+    record.spans = span_table(Span(**line) for line in files.read_lines(run_dir / files.SPANS))
+    times.extend(end for spans in record.spans.values() for end in spans[-1:, 1])
+    if (run_dir / LEDGER_FILE).exists():
+        record.ledger = ledger_summary(run_dir)
+    starts = _read_events(run_dir, record, times)
+    for start, before in zip(starts, [*starts[1:], float("inf")], strict=True):
         record.sessions.append((start, max((t for t in times if start <= t < before), default=start)))
-    last_step = int(record.steps[-1]) if len(record.steps) else 0
-    record.evals = [scores for scores in record.evals if scores["step"] <= last_step]
+    record.evals = [scores for scores in record.evals if scores["step"] <= record.last_step]
     return record
 
 
-class _StepTable:
-    """Rows of metrics.jsonl as columns, with those that were trained again struck out."""
-
-    def __init__(self) -> None:
-        self._columns: dict[str, array[float]] = {}
-        self._staleness: list[list[int]] = []
-        self._steps: list[int] = []
-        self._kept: list[int] = []
-        self.times: array[float] = array("d")
-        self.not_finite: set[str] = set()
-
-    def add(self, line: Mapping[str, Any]) -> None:
-        row, step = len(self._steps), int(line["step"])
-        while self._kept and self._steps[self._kept[-1]] >= step:
-            self._kept.pop()
-        self._kept.append(row)
-        self._steps.append(step)
-        self.times.append(float(line["time_s"]))
-        self._staleness.append([int(value) for value in line.get(STALENESS) or []])
-        self.not_finite.update(line.get("not_finite", ()))
-        for name, value in finite_floats(line).items():
-            column = self._columns.setdefault(name, array("d"))
-            column.extend([np.nan] * (row - len(column)))
-            column.append(value)
-
-    def steps(self) -> NDArray[np.int64]:
-        return np.asarray(self._steps, np.int64)[self._kept]
-
-    def columns(self) -> dict[str, Column]:
-        rows = len(self._steps)
-        return {
-            name: np.concatenate([column, np.full(rows - len(column), np.nan)])[self._kept]
-            for name, column in self._columns.items()
-        }
-
-    def staleness(self) -> list[list[int]]:
-        return [self._staleness[row] for row in self._kept]
-
-
-def _read_steps(run_dir: Path) -> _StepTable:
-    table = _StepTable()
+def _read_steps(run_dir: Path, record: RunRecord) -> array[float]:
+    """Fill the record's steps; returns when each was written, replaced ones included."""
+    times = array("d")
     for line in files.read_lines(run_dir / files.METRICS):
-        table.add(line)
-    return table
+        times.append(line["time_s"])
+        row = bisect_left(record.steps, line["step"])
+        del record.steps[row:], record.staleness[row:]
+        for column in record.columns.values():
+            del column[row:]
+        record.steps.append(line["step"])
+        record.staleness.append(line.get(STALENESS) or [])
+        record.not_finite.update(line.get("not_finite", ()))
+        for name, value in finite_floats(line).items():
+            values = record.columns.setdefault(name, array("d"))
+            values.extend([np.nan] * (row - len(values)))
+            values.append(value)
+    return times
 
 
-def _read_events(run_dir: Path, record: RunRecord) -> tuple[list[float], list[float]]:
-    """Fill the record's events; returns when each session started, and when anything happened."""
+def _read_events(run_dir: Path, record: RunRecord, times: array[float]) -> list[float]:
+    """Fill the record's events and add to `times` when each was; returns when each session started."""
     starts: list[float] = []
-    times: list[float] = []
     for line in files.read_lines(run_dir / files.EVENTS):
         kind, time_s = line.pop("event"), float(line.pop("time_s"))
         times.append(time_s)
         if kind == "start":
             starts.append(time_s)
             record.versions = line["versions"]
-            record.end = None
+            record.status = "failed"
+            record.error = KILLED
             record.usage.append({})
         elif kind == "eval":
             record.evals = [scores for scores in record.evals if scores["step"] < line["step"]]
@@ -157,16 +134,13 @@ def _read_events(run_dir: Path, record: RunRecord) -> tuple[list[float], list[fl
         elif kind == "counts":
             record.counts = line
         elif kind == "end":
-            record.end = line
-    return starts, times
-
-
-def held_out_scores(record: RunRecord) -> list[tuple[int, float]]:
-    """(step, mean held-out score) of every evaluation that has one."""
-    return [(e["step"], e[HELD_OUT]) for e in record.evals if e.get(HELD_OUT) is not None]
+            record.status = line["status"]
+            record.error = line["error"]
+    return starts
 
 
 def held_out_intervals(record: RunRecord) -> NDArray[np.float64]:
-    """(low, high) beside each of `held_out_scores`, shape [E, 2]; NaN where there is none."""
-    scored = (e for e in record.evals if e.get(HELD_OUT) is not None)
-    return np.asarray([bounds(e, HELD_OUT) or (np.nan, np.nan) for e in scored]).reshape(-1, 2)
+    """Return (low, high) of each evaluation of `RunRecord.held_out`, shape [E, 2]; NaN where there is none."""
+    return np.asarray(
+        [bounds(e, HELD_OUT) or (np.nan, np.nan) for e in record.held_out()], np.float64
+    ).reshape(-1, 2)

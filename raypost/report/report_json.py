@@ -5,7 +5,9 @@ Idle fractions, overlap and windows are defined in busy_time.py; everything else
 
 from __future__ import annotations
 
+import math
 import platform
+import statistics
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from datetime import UTC, datetime
@@ -19,7 +21,7 @@ from raypost.config import Config
 from raypost.config.identity import recipe_digest
 from raypost.report import busy_time, formatting
 from raypost.report.eval_statistics import CONFIDENCE
-from raypost.report.record import Column, RunRecord
+from raypost.report.record import RunRecord, Series
 from raypost.spans import ROLLOUT, TRAIN
 from raypost.types import GroupCounts
 from raypost.version import __version__
@@ -37,12 +39,11 @@ PACKAGES = (
 )
 """Whose versions a report names, where installed."""
 BIASED_RATIO, BIASED_SHARE = 1.1, 0.01
-"""What age took away is named as a bias from both on: so much longer than what was trained, and so large a share."""
-KILLED = "the run ended without closing its record: it was killed, or its machine went away"
+"""Length bias is a problem from both on: how much longer expired groups are than trained ones, and their share."""
 
 
 def package_versions() -> dict[str, str]:
-    """Python and the packages a result depends on."""
+    """Return the versions of Python and of the packages that a result depends on."""
     versions = {"raypost": __version__, "python": platform.python_version()}
     for name in PACKAGES:
         try:
@@ -53,35 +54,33 @@ def package_versions() -> dict[str, str]:
 
 
 def build_report(record: RunRecord, config: Config) -> dict[str, Any]:
-    """Plain data for report.json. A figure that nothing was measured for is None."""
-    end = record.end or {"status": "failed", "error": KILLED}
+    """Return the plain data of report.json. A figure that nothing was measured for is None."""
     report = {
-        "status": end["status"],
-        "error": end["error"],
+        "status": record.status,
+        "error": record.error,
         "name": config.name,
         "seed": config.seed,
         "recipe_digest": recipe_digest(config),
         "model": config.model.name,
-        "started": datetime.fromtimestamp(record.started_s, UTC).isoformat(timespec="seconds"),
+        "started": datetime.fromtimestamp(record.sessions[0][0], UTC).isoformat(timespec="seconds"),
         "sessions": len(record.sessions),
-        "steps": int(record.steps[-1]) if len(record.steps) else 0,
+        "steps": record.last_step,
         "num_steps": config.train.num_steps,
         "wall_s": sum(stop - start for start, stop in record.sessions),
         **_learning(record, config),
         "groups": {name: record.counts.get(name, 0) for name in GroupCounts().as_dict()},
         **_staleness(record, config),
         **_time(record, config),
-        **_weights(record),
-        **_tokens(record),
+        **_weights_and_tokens(record),
         "length_bias": None if record.ledger is None else record.ledger.length_bias.as_dict(),
+        "versions": record.versions,
     }
-    report["versions"] = record.versions
     report["problems"] = _problems(report, record)
     return report
 
 
 def _learning(record: RunRecord, config: Config) -> dict[str, Any]:
-    scored = [e for e in record.evals if e.get(metrics.HELD_OUT) is not None]
+    scored = record.held_out()
     before = scored[0] if scored and scored[0]["step"] == 0 else {}
     after = scored[-1] if scored and scored[-1]["step"] > 0 else {}
     reward = reward_curve(record)
@@ -117,52 +116,44 @@ def _staleness(record: RunRecord, config: Config) -> dict[str, Any]:
 def _time(record: RunRecord, config: Config) -> dict[str, Any]:
     windows = busy_time.training_windows(record.spans, record.sessions)
     window_s = busy_time.length_s(windows)
+    shares_s = busy_time.time_shares_s(record.spans, windows)
     ranks, workers = config.train.num_workers, config.rollout.num_engines
-    syncs = [sync["seconds"] for sync in record.syncs if sync.get("seconds") is not None]
+    produced = float(np.nansum(record.column(metrics.PRODUCED_TOKENS)))
     return {
         "window_s": window_s,
         "trainer_idle_fraction": busy_time.idle_fraction(record.spans, TRAIN, windows, ranks),
         "rollout_idle_fraction": busy_time.idle_fraction(record.spans, ROLLOUT, windows, workers),
-        "overlap_s": busy_time.overlap_s(record.spans, windows),
-        "time_shares_s": busy_time.time_shares_s(record.spans, windows),
+        "overlap_s": shares_s["both"],
+        "time_shares_s": shares_s,
         "step_s_median": median(step_seconds(record)),
         "num_syncs": len(record.syncs),
-        "sync_s_median": median(syncs),
+        "sync_s_median": median(_known(record.syncs, "seconds")),
         "pause_s_median": median(record.column(metrics.PAUSE_S)),
+        "tokens_produced": int(produced),
+        "tokens_per_s": produced / window_s if window_s else None,
     }
 
 
-def _weights(record: RunRecord) -> dict[str, Any]:
-    canaries = [
-        sync["canary_difference"] for sync in record.syncs if sync.get("canary_difference") is not None
-    ]
-    return {
-        "logprob_mismatch_max": _max(record.column(metrics.LOGPROB_MISMATCH_MAX)),
-        "canary_difference_max": max(canaries, default=None),
-    }
-
-
-def _tokens(record: RunRecord) -> dict[str, Any]:
-    produced = record.column(metrics.PRODUCED_TOKENS)
-    generated = [usage["tokens_generated"] for usage in record.usage if usage.get("tokens_generated")]
-    peaks = [usage["peak_memory_bytes"] for usage in record.usage if usage.get("peak_memory_bytes")]
+def _weights_and_tokens(record: RunRecord) -> dict[str, Any]:
     expired = zip(
         record.column(metrics.EXPIRED_TOKENS_MEAN), record.column(metrics.EXPIRED_GROUPS), strict=True
     )
-    window_s = busy_time.length_s(busy_time.training_windows(record.spans, record.sessions))
-    total = float(np.nansum(produced))
     return {
-        "tokens_generated": sum(generated) if generated else None,
-        "tokens_produced": int(total),
-        "tokens_per_s": total / window_s if window_s else None,
+        "logprob_mismatch_max": max(_finite(record.column(metrics.LOGPROB_MISMATCH_MAX)), default=None),
+        "canary_difference_max": max(_known(record.syncs, "canary_difference"), default=None),
+        "tokens_generated": sum(_known(record.usage, "tokens_generated")) or None,
         "trained_tokens_mean": _mean(record.column(metrics.RESPONSE_TOKENS_MEAN)),
         "expired_tokens_mean": weighted_mean(expired),
-        "peak_memory_bytes": max(peaks, default=None),
+        "peak_memory_bytes": max(_known(record.usage, "peak_memory_bytes"), default=None),
     }
 
 
+def _known(events: Iterable[Mapping[str, Any]], name: str) -> list[Any]:
+    return [event[name] for event in events if event.get(name) is not None]
+
+
 def _problems(report: dict[str, Any], record: RunRecord) -> list[str]:
-    """What a reader must know before believing the rest."""
+    """Return what a reader must know before believing the rest."""
     problems = []
     if report["groups"]["lost"]:
         problems.append(f"{report['groups']['lost']} groups are lost: nobody can say what became of them")
@@ -173,7 +164,7 @@ def _problems(report: dict[str, Any], record: RunRecord) -> list[str]:
         problems.append(f"the ledger does not add up: {record.ledger.problems[0]}; see `raypost explain`")
     problems += _bias(report["length_bias"])
     if record.not_finite:
-        problems.append(f"not finite in some step: {', '.join(record.not_finite)}")
+        problems.append(f"not finite in some step: {', '.join(sorted(record.not_finite))}")
     if not record.counts:
         problems.append("no group counts were recorded, so nothing says whether a group was lost")
     skipped = record.column(metrics.SKIPPED_STEPS)
@@ -204,42 +195,42 @@ def _bias(bias: dict[str, Any] | None) -> list[str]:
 
 
 def staleness_histogram(batches: Iterable[Iterable[int]]) -> dict[int, int]:
-    """Trained groups by staleness, in steps: every value from 0 to the largest, also those that are empty."""
+    """Count trained groups by staleness, in steps: every value from 0 to the largest, also those that are empty."""
     counts = Counter(int(value) for batch in batches for value in batch)
     return {value: counts[value] for value in range(max(counts, default=-1) + 1)}
 
 
 def median(values: Iterable[float]) -> float | None:
-    """Median of the finite values; None without any."""
-    finite = [value for value in values if np.isfinite(value)]
-    return float(np.median(finite)) if finite else None
+    """Return the median of the finite values; None without any."""
+    finite = _finite(values)
+    return statistics.median(finite) if finite else None
 
 
 def weighted_mean(values_and_weights: Iterable[tuple[float, float]]) -> float | None:
-    """Mean of values by weight, over the pairs in which both are finite; None if the weights sum to 0."""
-    pairs = [(v, w) for v, w in values_and_weights if np.isfinite(v) and np.isfinite(w)]
+    """Return the mean by weight over the pairs in which both are finite; None if the weights sum to 0."""
+    pairs = [(v, w) for v, w in values_and_weights if math.isfinite(v) and math.isfinite(w)]
     total = sum(weight for _, weight in pairs)
     return sum(value * weight for value, weight in pairs) / total if total else None
 
 
-def reward_curve(record: RunRecord) -> Column:
-    """Mean reward by step, before any filter where that was recorded, else of the trained samples."""
+def reward_curve(record: RunRecord) -> Series:
+    """Return the mean reward by step, before any filter where that was recorded, else of the trained samples."""
     raw, trained = record.column(metrics.RAW_REWARD_MEAN), record.column(metrics.REWARD_MEAN)
     return np.where(np.isfinite(raw), raw, trained)
 
 
-def step_seconds(record: RunRecord) -> Column:
-    """Seconds from each step's end to the next one's; S - 1 values, those across a restart left out."""
+def step_seconds(record: RunRecord) -> Series:
+    """Return the seconds from each step's end to the next one's: S - 1 values less those across a restart."""
     times = record.column("time_s")
     session = np.searchsorted([start for start, _ in record.sessions], times, side="right")
-    return np.diff(times)[session[:-1] == session[1:]] if len(times) else times
+    seconds: Series = np.diff(times)[session[:-1] == session[1:]]
+    return seconds
 
 
-def _mean(values: Column) -> float | None:
-    finite = values[np.isfinite(values)]
-    return float(finite.mean()) if len(finite) else None
+def _finite(values: Iterable[float]) -> list[float]:
+    return [float(value) for value in values if math.isfinite(value)]
 
 
-def _max(values: Column) -> float | None:
-    finite = values[np.isfinite(values)]
-    return float(finite.max()) if len(finite) else None
+def _mean(values: Series) -> float | None:
+    finite = _finite(values)
+    return statistics.fmean(finite) if finite else None

@@ -17,7 +17,7 @@ import time
 from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import yaml
 from tensorboard.compat.proto.event_pb2 import Event, SessionLog
@@ -27,11 +27,10 @@ from tensorboard.summary.writer.event_file_writer import EventFileWriter
 from raypost.config import Config, parse_config
 from raypost.metrics import finite_floats
 from raypost.report import files
-from raypost.report.record import RunRecord, load_record
+from raypost.report.record import RunRecord, RunStatus, load_record
 from raypost.report.report_json import build_report, package_versions
 from raypost.types import GroupCounts, Span, SyncReport
 
-RunStatus = Literal["finished", "stopped", "failed"]
 TENSORBOARD_FLUSH_S = 10
 
 log = logging.getLogger(__name__)
@@ -41,7 +40,7 @@ class RunWriter:
     """The files of one run. A second writer on the same folder continues it as a new session."""
 
     def __init__(self, run_dir: Path, config: Config, started_s: float | None = None) -> None:
-        """`started_s`: when this session began, seconds since the epoch; now if absent."""
+        """Begin a session, at `started_s` (seconds since the epoch) or now."""
         run_dir.mkdir(parents=True, exist_ok=True)
         self._run_dir = run_dir
         self._resumed = (run_dir / files.METRICS).exists()
@@ -75,9 +74,7 @@ class RunWriter:
 
     def write_spans(self, spans: list[Span]) -> None:
         """Append spans, in any order."""
-        self._spans.write(
-            *({"actor": s.actor, "kind": s.kind, "start_s": s.start_s, "end_s": s.end_s} for s in spans)
-        )
+        self._spans.write(*(asdict(span) for span in spans))
 
     def write_counts(self, groups: GroupCounts) -> None:
         """Record where every group is now; the last one written counts."""
@@ -116,23 +113,21 @@ class RunWriter:
 
 
 def rebuild(run_dir: Path) -> dict[str, Any]:
-    """Write the report of a run folder again from its other files, also of a run that was killed or still
-    goes on. Returns what report.json holds. Raises FileNotFoundError if the folder holds no run."""
+    """Write the report of a run folder again from its other files, also of a run that was killed or still goes on.
+
+    Returns what report.json holds. Raises FileNotFoundError if the folder holds no run.
+    """
     record = load_record(run_dir)
     config = parse_config(record.config, origin=str(run_dir / files.CONFIG))
     report = build_report(record, config)
-    _write_json(run_dir, report)
+    files.write_json(run_dir / files.REPORT_JSON, report)
     try:
         _draw(run_dir, report, record)
     except Exception as error:  # supervision boundary: a plot must not turn a finished run into a failed one
         log.exception("the figures of %s could not be drawn; %s is complete", run_dir, files.REPORT_JSON)
         report["problems"].append(f"report.html could not be drawn: {type(error).__name__}: {error}")
-        _write_json(run_dir, report)
+        files.write_json(run_dir / files.REPORT_JSON, report)
     return report
-
-
-def _write_json(run_dir: Path, report: dict[str, Any]) -> None:
-    files.write_json(run_dir / files.REPORT_JSON, report)
 
 
 def _draw(run_dir: Path, report: dict[str, Any], record: RunRecord) -> None:
@@ -140,6 +135,9 @@ def _draw(run_dir: Path, report: dict[str, Any], record: RunRecord) -> None:
     from raypost.report import page, plots
 
     drawn = plots.draw(record, report)
-    files.write_atomically(run_dir / files.REPORT_HTML, page.render(report, record.config, drawn.svgs))
-    files.write_atomically(run_dir / files.TIMELINE_PNG, drawn.timeline_png)
-    files.write_atomically(run_dir / files.CURVES_PNG, drawn.curves_png)
+    for name, content in (
+        (files.REPORT_HTML, page.render(report, record.config, drawn.svgs)),
+        (files.TIMELINE_PNG, drawn.timeline_png),
+        (files.CURVES_PNG, drawn.curves_png),
+    ):
+        files.write_atomically(run_dir / name, content)

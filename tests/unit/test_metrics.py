@@ -139,16 +139,16 @@ def test_interval_arithmetic_agrees_with_counting_slots(seed: int) -> None:
         assert (made[1:, 0] > made[:-1, 1]).all(), "a union is sorted and disjoint"
 
 
-def test_busy_fraction_counts_overlapping_spans_of_an_actor_once() -> None:
+def test_idle_fraction_counts_overlapping_spans_of_an_actor_once() -> None:
     table = busy_time.span_table(spans("rollout", (0, 4), (2, 5)))
-    assert busy_time.busy_fraction(table, "rollout", np.array([[0.0, 10.0]])) == pytest.approx(0.5)
+    assert busy_time.idle_fraction(table, "rollout", np.array([[0.0, 10.0]])) == pytest.approx(0.5)
 
 
-def test_busy_fraction_is_the_mean_over_actors_also_over_those_that_never_worked() -> None:
+def test_idle_fraction_is_the_mean_over_actors_also_over_those_that_never_worked() -> None:
     table = busy_time.span_table(spans("train", (0, 10)) + spans("train", (0, 5), actor="b"))
     windows = np.array([[0.0, 10.0]])
-    assert busy_time.busy_fraction(table, "train", windows) == pytest.approx(0.75)
-    assert busy_time.busy_fraction(table, "train", windows, num_actors=3) == pytest.approx(0.5)
+    assert busy_time.idle_fraction(table, "train", windows) == pytest.approx(0.25)
+    assert busy_time.idle_fraction(table, "train", windows, num_actors=3) == pytest.approx(0.5)
 
 
 def test_nothing_measured_is_none_and_not_zero() -> None:
@@ -183,7 +183,6 @@ def test_time_shares_add_up_to_the_window_and_count_nothing_twice() -> None:
     )
     shares = busy_time.time_shares_s(table, np.array([[0.0, 10.0]]))
     assert shares == {"both": 2, "train": 2, "evaluate": 1, "sync": 4, "rollout": 0, "neither": 1}
-    assert busy_time.overlap_s(table, np.array([[0.0, 10.0]])) == 2
 
 
 def test_staleness_histogram_names_empty_values_too() -> None:

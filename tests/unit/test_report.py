@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import os
 import re
 import tracemalloc
 from html.parser import HTMLParser
@@ -415,7 +416,7 @@ def test_a_file_is_replaced_as_a_whole_or_not_at_all(tmp_path: Path, monkeypatch
     def crash(_: object) -> None:
         raise OSError("disk full")
 
-    monkeypatch.setattr(files.os, "fsync", crash)
+    monkeypatch.setattr(os, "fsync", crash)
     with pytest.raises(OSError, match="disk full"):
         files.write_atomically(path, "new")
     assert path.read_text() == "old"
