@@ -1,8 +1,9 @@
-"""An actor behind the protocol its library object satisfies, and waits that have an owner and a deadline.
+"""Actors behind the protocols of their roles, and waits that have an owner and a deadline.
 
-`Remote(name)` turns `await remote.method(...)` into an actor call; `RemotePool` sends each call to its
-least loaded member and dispatches it again when that member died. Every call has a deadline; one that
-passes it raises WaitTimeoutError naming the actor and the method.
+`remote(name, ProducerRole, timeout_s=...)` is the actor `name` as a ProducerRole: `await producer.pause(...)` is an
+actor call whose name and arguments the type checker knows. Of several names it is a pool: each call goes to the least
+loaded member, and to another one when that died. Every call has a deadline; one that passes it raises
+WaitTimeoutError naming the actor and the method.
 
 A call costs its two processes a millisecond of computing, whatever it carries. So methods that are called many
 times at once (`many`) go in batches: what is called in one turn of the event loop travels together, and what ends
@@ -21,7 +22,7 @@ import traceback
 import uuid
 from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import ray
 from ray.actor import ActorHandle
@@ -29,22 +30,24 @@ from ray.exceptions import RayActorError, RayTaskError
 
 from raypost.errors import RaypostError, WaitTimeoutError
 
+R = TypeVar("R")
 T = TypeVar("T")
 log = logging.getLogger(__name__)
 
 ACTOR_ERRORS = (RayActorError,)
 """What a caller sees when the actor behind a handle died or is restarting; the call may have run."""
+POOL_TRIES = 4
 FORGOTTEN_S = 300.0
 """A batch whose answers nobody asked for so long has lost its caller."""
 
 
-async def within(awaitable: Awaitable[T], timeout_s: float, waiting_for: str) -> T:
-    """Await with a deadline. Raises WaitTimeoutError that says what was waited for."""
+async def within(awaitable: Awaitable[T], timeout_s: float | None, waiting_for: str) -> T:
+    """Await with a deadline, None: without. Raises WaitTimeoutError that says what was waited for."""
     try:
         async with asyncio.timeout(timeout_s) as deadline:
             return await awaitable
     except TimeoutError as error:
-        if not deadline.expired():
+        if timeout_s is None or not deadline.expired():
             raise
         raise WaitTimeoutError(f"waited {timeout_s:.0f} s for {waiting_for}") from error
 
@@ -249,6 +252,25 @@ def _fail(future: asyncio.Future[Any], error: BaseException) -> None:
 # ---------------------------------------------------------------- an actor as a local object
 
 
+def remote(
+    name: str | Sequence[str],
+    role: type[R],
+    *,
+    timeout_s: float,
+    timeouts_s: Mapping[str, float | None] | None = None,
+    tries: int | None = None,
+    many: Mapping[str, int] | None = None,
+) -> R:
+    """Return a named actor as the role it plays; several names are a pool of interchangeable actors.
+
+    Nothing checks that the actor has the methods of `role`: this is the one place where a handle gets its type. The
+    other arguments are those of Remote and RemotePool.
+    """
+    if isinstance(name, str):
+        return cast(R, Remote(name, timeout_s, tries or 1, many, timeouts_s))
+    return cast(R, RemotePool(name, timeout_s, tries or POOL_TRIES, many))
+
+
 class Remote:
     """One named actor as a local object: every method is a coroutine function with a deadline.
 
@@ -256,14 +278,21 @@ class Remote:
     """
 
     def __init__(
-        self, name: str, timeout_s: float, tries: int = 1, many: Mapping[str, int] | None = None
+        self,
+        name: str,
+        timeout_s: float,
+        tries: int = 1,
+        many: Mapping[str, int] | None = None,
+        timeouts_s: Mapping[str, float | None] | None = None,
     ) -> None:
         """`tries` above 1 repeat a call whose actor died or restarts: its calls must be idempotent. `many` are the
-        methods whose calls travel together, with how many of them do so at most."""
+        methods whose calls travel together, with how many of them do so at most. `timeouts_s` are the methods with a
+        deadline of their own; None: without one."""
         self._name = name
         self._timeout_s = timeout_s
         self._tries = tries
         self._many = dict(many or {})
+        self._timeouts_s = dict(timeouts_s or {})
         self._handle: ActorHandle | None = None
         self._batched: dict[str, ManyCalls] = {}
 
@@ -287,30 +316,38 @@ class Remote:
             sizes = self._many.items()
             self._batched = {name: ManyCalls(self._handle, name, size) for name, size in sizes}
         waiting_for = f"{self._name}.{method}"
+        timeout_s = self._timeouts_s.get(method, self._timeout_s)
         if method in self._batched:
             assert not kwargs, "calls that travel together have positional arguments"
-            return await within(self._batched[method](*args), self._timeout_s, waiting_for)
+            return await within(self._batched[method](*args), timeout_s, waiting_for)
         ref = getattr(self._handle, method).remote(*args, **kwargs)
+        # Of several returns the first is the answer; the others stay where they are.
+        first, *others = ref if isinstance(ref, list) else [ref]
         try:
-            return await within(ref, self._timeout_s, waiting_for)
+            answer = await within(first, timeout_s, waiting_for)
         except (asyncio.CancelledError, WaitTimeoutError):
-            ray.cancel(ref)
+            ray.cancel(first)
             raise
+        return (answer, *others) if others else answer
 
-    def __reduce__(self) -> tuple[type, tuple]:
-        return Remote, (self._name, self._timeout_s, self._tries, self._many)
+    def __reduce__(self) -> tuple[type[Remote], tuple[Any, ...]]:
+        return Remote, (self._name, self._timeout_s, self._tries, self._many, self._timeouts_s)
 
 
 class RemotePool:
     """Interchangeable actors as one local object. Calls must be idempotent: one may run twice after a death."""
 
     def __init__(
-        self, names: list[str], timeout_s: float, tries: int = 4, many: Mapping[str, int] | None = None
+        self,
+        names: Sequence[str],
+        timeout_s: float,
+        tries: int = POOL_TRIES,
+        many: Mapping[str, int] | None = None,
     ) -> None:
         """`many` as for Remote."""
         if not names:
             raise ValueError("a pool needs at least one actor")
-        self._names = names
+        self._names = list(names)
         self._timeout_s = timeout_s
         self._tries = tries
         self._many = dict(many or {})
@@ -348,5 +385,5 @@ class RemotePool:
             if isinstance(outcome, BaseException) and not isinstance(outcome, ACTOR_ERRORS):
                 raise outcome
 
-    def __reduce__(self) -> tuple[type, tuple]:
+    def __reduce__(self) -> tuple[type[RemotePool], tuple[Any, ...]]:
         return RemotePool, (self._names, self._timeout_s, self._tries, self._many)

@@ -27,7 +27,7 @@ from raypost import metrics
 from raypost.config import Config
 from raypost.report.record import RunStatus
 from raypost.report.writer import RunWriter
-from raypost.types import GroupCounts, Span, SyncReport, WorkerStats
+from raypost.types import GroupCounts, RunStatus, Span, SyncReport, WorkerStats
 
 log = logging.getLogger(__name__)
 

@@ -18,24 +18,24 @@ from pathlib import Path
 if __package__ in (None, ""):  # run as a file: the repository root is not on the path yet
     sys.path[0] = str(Path(__file__).resolve().parent.parent)
 
-import ray
-
 from jobs.driver import main
 from jobs.roles import Roles
 from jobs.wiring import spawn
 from raypost.config import Config
+from raypost.packed import PackedGroups
+from raypost.types import Ref
 
-TrainStep = Callable[[Roles, ray.ObjectRef, int], Awaitable[dict[str, float]]]
+TrainStep = Callable[[Roles, Ref[PackedGroups], int], Awaitable[dict[str, float]]]
 """Trains (roles, ref of the batch, step) and returns the step's metrics."""
 
 
-async def fit(roles: Roles, batch_ref: ray.ObjectRef, step: int) -> dict[str, float]:
-    """The whole train step in one call."""
+async def fit(roles: Roles, batch_ref: Ref[PackedGroups], step: int) -> dict[str, float]:
+    """Train one step in a single call."""
     return await roles.trainer.fit(batch_ref, step)
 
 
 async def colocate(cfg: Config, stop: asyncio.Event, train_step: TrainStep = fit) -> None:
-    """The main loop. Ends after `train.num_steps`, or at the next pause once `stop` is set."""
+    """Run the main loop. Ends after `train.num_steps`, or at the next pause once `stop` is set."""
     async with spawn(cfg, stop) as roles:
         step = version = await roles.restore()  # 0 on a fresh run
         await roles.broadcast(version)

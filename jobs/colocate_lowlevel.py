@@ -17,15 +17,15 @@ from pathlib import Path
 if __package__ in (None, ""):  # run as a file: the repository root is not on the path yet
     sys.path[0] = str(Path(__file__).resolve().parent.parent)
 
-import ray
-
 from jobs.colocate import colocate
 from jobs.driver import main
 from jobs.roles import Roles
+from raypost.packed import PackedGroups
+from raypost.types import Ref
 
 
-async def train_step(roles: Roles, batch_ref: ray.ObjectRef, step: int) -> dict[str, float]:
-    """One step on a batch; returns its metrics."""
+async def train_step(roles: Roles, batch_ref: Ref[PackedGroups], step: int) -> dict[str, float]:
+    """Train one step on a batch; returns its metrics."""
     train, trainer, critic = roles.cfg.train, roles.trainer, roles.trainer.critic
     old = await trainer.compute_old_logprobs(batch_ref) if train.needs_old_logprobs else None
     ref = await trainer.compute_ref_logprobs(batch_ref) if train.needs_ref_logprobs else None

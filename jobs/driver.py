@@ -6,30 +6,31 @@ set the stop event; the loop then pauses, saves and leaves. A second signal canc
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import logging
 import os
 import signal
 import sys
 import traceback
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Coroutine
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import ray
 from ray.exceptions import RayError
 
 from actors.placement import cluster_nodes
-from raypost.config import Config, load_config
-from raypost.errors import ConfigError, ProductionError, RaypostError, StoppedError
+from jobs.arguments import config_of, parser
+from raypost.config import Config
+from raypost.errors import ConfigError, RaypostError, StoppedError
 from raypost.plan import plan
 
-T = TypeVar("T")
-Job = Callable[[Config, asyncio.Event], Awaitable[None]]
+Job = Callable[[Config, asyncio.Event], Coroutine[Any, Any, None]]
 
 ROOT = Path(__file__).resolve().parent.parent
 EXIT_REFUSED = 2
+REFUSALS = (RaypostError, ConnectionError)
+"""What is raised before anything was started."""
 
 
 def main(job: Job, argv: list[str] | None = None, *, placement: str = "separate") -> int:
@@ -37,24 +38,16 @@ def main(job: Job, argv: list[str] | None = None, *, placement: str = "separate"
 
     `placement` is the one that the job composes; a configuration with another is refused.
     """
-    logging.basicConfig(
-        level=logging.INFO, format="%(asctime)s %(levelname).1s %(name)s: %(message)s", force=True
-    )
-    args = _arguments(argv)
+    args = parser(__doc__).parse_args(argv)
     try:
-        config = load_config(Path(args.config), overrides_of(args))
-        config = config.model_copy(update={"runs_dir": config.runs_dir.expanduser().resolve()})
+        config = config_of(args)
         _check_placement(config, placement)
         plan.check(config)
-        connect()
-        plan.check(config, cluster=plan.ClusterResources(cluster_nodes(), elastic=config.autoscaling))
-    except (RaypostError, ConnectionError) as error:
-        print(f"refused: {error}", file=sys.stderr, flush=True)
-        return EXIT_REFUSED
-    try:
-        return asyncio.run(run_job(job, config))
-    finally:
-        ray.shutdown()
+        plan.check(config, cluster=connect(config))
+    except REFUSALS as error:
+        return refused(error)
+    stop = asyncio.Event()
+    return run(job(config, stop), stop, "the run pauses, saves and writes its report")
 
 
 def _check_placement(config: Config, placement: str) -> None:
@@ -65,39 +58,44 @@ def _check_placement(config: Config, placement: str) -> None:
         )
 
 
-def connect() -> None:
-    """Join the cluster of RAY_ADDRESS, which `ray job submit` sets; without it start one for this process."""
+def refused(error: Exception) -> int:
+    """Say why nothing was started; returns the exit code."""
+    print(f"refused: {error}", file=sys.stderr, flush=True)
+    return EXIT_REFUSED
+
+
+def connect(config: Config) -> plan.ClusterResources:
+    """Join the cluster of RAY_ADDRESS, which `ray job submit` sets, or start one for this process; returns what the
+    cluster has."""
+    logging.basicConfig(
+        level=logging.INFO, format="%(asctime)s %(levelname).1s %(name)s: %(message)s", force=True
+    )
     options: dict[str, Any] = {"address": os.environ.get("RAY_ADDRESS") or "local"}
     if options["address"] == "local":
         options |= {"include_dashboard": False, "_node_ip_address": "127.0.0.1"}
     if "RAY_JOB_CONFIG_JSON_ENV_VAR" not in os.environ:  # started by hand: no working directory travels
         options["runtime_env"] = {"env_vars": {"PYTHONPATH": str(ROOT)}}
     ray.init(log_to_driver=False, logging_level=logging.WARNING, **options)
+    return plan.ClusterResources(cluster_nodes(), elastic=config.autoscaling)
 
 
-async def first_of(wanted: Awaitable[T], producing: asyncio.Task[None]) -> T:
-    """The result of `wanted`, unless production ends first: then what ended it is raised here, at once."""
-    task = asyncio.ensure_future(wanted)
+def run(work: Coroutine[Any, Any, None], stop: asyncio.Event, stopping: str) -> int:
+    """Run a job to its end, leave the cluster, and return the exit code as `main` does.
+
+    The first signal sets `stop` and says `stopping`; the second cancels `work`.
+    """
     try:
-        await asyncio.wait({task, producing}, return_when=asyncio.FIRST_COMPLETED)
-        if producing.done():
-            producing.result()
-            raise ProductionError("production ended without an error although the run goes on")
-        return task.result()
+        return asyncio.run(_until_it_ends(work, stop, stopping))
     finally:
-        task.cancel()
+        ray.shutdown()
 
 
-async def run_job(
-    job: Job, config: Config, stopping: str = "the run pauses, saves and writes its report"
-) -> int:
-    """Run a job until it ends or a signal stops it. Exit code as of `main`. `stopping` is said at a signal."""
-    stop = asyncio.Event()
-    work = asyncio.ensure_future(job(config, stop))
+async def _until_it_ends(work: Awaitable[None], stop: asyncio.Event, stopping: str) -> int:
+    task = asyncio.ensure_future(work)
 
     def on_signal() -> None:
         if stop.is_set():
-            work.cancel()
+            task.cancel()
             return
         print(f"stopping: {stopping}", flush=True)
         stop.set()
@@ -105,7 +103,7 @@ async def run_job(
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, on_signal)
     try:
-        await work
+        await task
     except asyncio.CancelledError:
         print("stopped before the run could be saved", file=sys.stderr, flush=True)
         return 1
@@ -117,22 +115,3 @@ async def run_job(
         print(f"failed: {type(cause).__name__}: {cause}", file=sys.stderr, flush=True)
         return 1
     return 0
-
-
-def _arguments(argv: list[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument(
-        "--config", required=True, help="YAML file, for instance jobs/recipes/quickstart.yaml"
-    )
-    parser.add_argument("--name", help="name of the run folder")
-    parser.add_argument("--runs-dir", help="folder of all runs")
-    parser.add_argument("overrides", nargs="*", metavar="key=value", help="for instance train.num_steps=10")
-    return parser.parse_args(argv)
-
-
-def overrides_of(args: argparse.Namespace) -> list[str]:
-    """The overrides of a command line, `--name` and `--runs-dir` among them."""
-    named = [("name", args.name), ("runs_dir", args.runs_dir)]
-    return [*args.overrides, *(f"{key}={value}" for key, value in named if value)]

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import logging
 import sys
 import time
 from dataclasses import dataclass
@@ -24,21 +23,18 @@ from typing import Any
 if __package__ in (None, ""):  # run as a file: the repository root is not on the path yet
     sys.path[0] = str(Path(__file__).resolve().parent.parent)
 
-import ray
 from rich.console import Console
 
-from actors.evaluator import Evaluator
-from actors.placement import cluster_nodes
-from actors.remote import Remote, within
-from actors.training.broadcaster import WeightBroadcaster
-from actors.training.folder_weights import FolderWeights
-from jobs.driver import EXIT_REFUSED, connect, overrides_of, run_job
-from jobs.launch import CALL_TIMEOUT_S, Cast
-from jobs.wiring import PRODUCTION, prepared
+from actors.remote import within
+from jobs.arguments import config_of, parser
+from jobs.driver import REFUSALS, connect, refused, run
+from jobs.launch import CALL_TIMEOUT_S, Launcher
+from jobs.models import prepare_models
+from jobs.stopping import stopped, unless
 from raypost.checkpoint import HF, verify_files
-from raypost.config import Config, load_config
+from raypost.config import Config
 from raypost.config.identity import recipe_digest
-from raypost.errors import ClusterError, ConfigError, RaypostError, StoppedError
+from raypost.errors import ClusterError, ConfigError
 from raypost.plan import plan
 from raypost.plan.checks import model_problems, source_problems
 from raypost.plan.cluster import describe, place
@@ -64,46 +60,29 @@ class Subject:
 
 async def evaluate(subject: Subject, stop: asyncio.Event) -> None:
     """Start everything, score, show, write, end everything. Raises StoppedError if `stop` comes first."""
-    cast, start = Cast(subject.config), time.monotonic()
-    scoring = asyncio.ensure_future(_score(cast, subject.step))
-    stopping = asyncio.ensure_future(stop.wait())
-    try:
-        await asyncio.wait({scoring, stopping}, return_when=asyncio.FIRST_COMPLETED)
-        if not scoring.done():
-            raise StoppedError("stopped before the evaluation had ended: there are no scores")
-        sync, scores = scoring.result()
-    finally:
-        for task in (scoring, stopping):
-            task.cancel()
-        await asyncio.gather(scoring, stopping, return_exceptions=True)
-        await cast.end()
+    start = time.monotonic()
+    sync, scores = await unless(
+        _score(subject), stopped(stop, "stopped before the evaluation had ended: there are no scores")
+    )
     _show(subject, scores)
     write_json(subject.output, _record(subject, sync, scores, time.monotonic() - start))
     _say(f"written to {subject.output}")
 
 
-async def _score(cast: Cast, version: int) -> tuple[SyncReport, dict[str, float]]:
-    cfg = cast.cfg
-    prepare = ray.remote(num_cpus=0)(prepared).options(name="prepare-models").remote(cfg)
+async def _score(subject: Subject) -> tuple[SyncReport, dict[str, float]]:
+    cfg = subject.config
     _say(f"preparing model {cfg.model.name}")
-    models = await within(prepare, cfg.train.step_timeout_s, f"model {cfg.model.name}")
-    path = models.policy
-    control = cast.engines("rollout_worker", PRODUCTION, path)
-    loops = [bundle.name for bundle in plan.bundles(cfg) if bundle.role == "agent_loop"]
-    agents = cast.agents(loops, path, PRODUCTION, cast.judges(cast.reward_models(models.rewards)))
-    cast.add(FolderWeights, cfg, path, name="folder-weights")
-    cast.add(Evaluator, cfg, path, agents, control, name="evaluator")
-    weights = Remote("folder-weights", cfg.train.step_timeout_s)
-    reward_models = [handle.start.remote() for handle in cast.frozen.values()]
-    starting = asyncio.gather(cast.handles[PRODUCTION].start.remote(), *reward_models)
-    engines, *_ = await within(
-        starting, cfg.rollout.start_timeout_s + CALL_TIMEOUT_S, "rollout workers and reward models to start"
-    )
-    _say(f"rollout workers: {len(engines)} ready")
-    sync = await WeightBroadcaster(weights, control, cfg.sync, models.canary_ids).broadcast(version)
-    _say(f"weights {sync.digest[:12]} are in all engines; evaluating")
-    evaluator = Remote("evaluator", cfg.eval.timeout_s + CALL_TIMEOUT_S)
-    return sync, await evaluator.evaluate(version)
+    async with Launcher(cfg, await prepare_models(cfg)) as launcher:
+        pool = launcher.rollout_pool()
+        agents = launcher.agents(launcher.judges())
+        broadcaster = launcher.broadcaster(launcher.folder_weights(), pool)
+        evaluator = launcher.evaluator(agents, pool)
+        timeout_s = cfg.rollout.start_timeout_s + CALL_TIMEOUT_S
+        engines = await within(launcher.start_engines(), timeout_s, "all engines to start")
+        _say(f"engines: {len(engines)} ready")
+        sync = await broadcaster.broadcast(subject.step)
+        _say(f"weights {sync.digest[:12]} are in all engines; evaluating")
+        return sync, await evaluator.evaluate(subject.step)
 
 
 def _show(subject: Subject, scores: dict[str, float]) -> None:
@@ -134,40 +113,24 @@ def _record(subject: Subject, sync: SyncReport, scores: dict[str, float], second
 
 def main(argv: list[str] | None = None) -> int:
     """Validate, evaluate. Returns the exit code."""
-    logging.basicConfig(
-        level=logging.INFO, format="%(asctime)s %(levelname).1s %(name)s: %(message)s", force=True
-    )
     args = _arguments(argv)
     try:
         subject = _subject(args)
         _check(subject.config)
-        connect()
-        _check_cluster(subject.config)
-    except (RaypostError, ConnectionError) as error:
-        print(f"refused: {error}", file=sys.stderr, flush=True)
-        return EXIT_REFUSED
-    try:
-        return asyncio.run(
-            run_job(lambda _, stop: evaluate(subject, stop), subject.config, "there will be no scores")
-        )
-    finally:
-        ray.shutdown()
+        _check_cluster(subject.config, connect(subject.config))
+    except REFUSALS as error:
+        return refused(error)
+    stop = asyncio.Event()
+    return run(evaluate(subject, stop), stop, "there will be no scores")
 
 
 def _subject(args: argparse.Namespace) -> Subject:
-    config, step = load_config(Path(args.config), overrides_of(args)), 0
+    config, step = config_of(args), 0
     # Nothing is trained: engines have devices of their own, and there is no critic.
     train = config.train.model_copy(update={"critic": None})
-    update: dict[str, Any] = {
-        "placement": "separate",
-        "train": train,
-        "runs_dir": config.runs_dir.expanduser().resolve(),
-    }
-    config = config.model_copy(update=update)
-    folder, output = (
-        args.model,
-        config.runs_dir / f"evaluation-{Path(args.model or config.model.name).name}.json",
-    )
+    config = config.model_copy(update={"placement": "separate", "train": train})
+    folder = args.model
+    output = config.runs_dir / f"evaluation-{Path(args.model or config.model.name).name}.json"
     if args.checkpoint is not None:
         checkpoint = args.checkpoint.resolve()
         if not checkpoint.is_dir():
@@ -193,8 +156,7 @@ def _check(config: Config) -> None:
         raise ConfigError("\n  ".join([f"{len(problems)} problem(s)", *problems]))
 
 
-def _check_cluster(config: Config) -> None:
-    cluster = plan.ClusterResources(cluster_nodes(), elastic=config.autoscaling)
+def _check_cluster(config: Config, cluster: plan.ClusterResources) -> None:
     engines = [b for b in plan.bundles(config) if b.role in ("rollout_worker", "reward_worker")]
     homeless = [bundle for bundle in engines if bundle.name not in place(engines, cluster)]
     if homeless and not cluster.elastic:
@@ -205,18 +167,12 @@ def _check_cluster(config: Config) -> None:
 
 
 def _arguments(argv: list[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--config", required=True, help="recipe, for instance jobs/recipes/quickstart.yaml")
-    subject = parser.add_mutually_exclusive_group()
+    made = parser(__doc__)
+    subject = made.add_mutually_exclusive_group()
     subject.add_argument("--checkpoint", type=Path, help="for instance runs/NAME/checkpoints/best")
     subject.add_argument("--model", type=Path, help="a Hugging Face folder")
-    parser.add_argument("--output", type=Path, help="JSON file of the scores")
-    parser.add_argument("--name", help="name of the run folder")
-    parser.add_argument("--runs-dir", help="folder of all runs")
-    parser.add_argument("overrides", nargs="*", metavar="key=value", help="for instance eval.samples=8")
-    return parser.parse_args(argv)
+    made.add_argument("--output", type=Path, help="JSON file of the scores")
+    return made.parse_args(argv)
 
 
 def _say(text: str) -> None:

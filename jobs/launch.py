@@ -1,7 +1,7 @@
-"""Cast: the actors of one run, as they are spawned: engines, ranks, agent loops, and what they run on.
+"""Launcher: starts the actors of one run and ends them. A new role gets its method here.
 
-Owns which actors there are, what each reserves, the placement groups, and their end. Owns no order of starting
-(wiring.py does) and no deadline of a call (roles.py does).
+Owns which actors there are, what each reserves and is given, the placement groups, and their end. Owns no order of
+starting (wiring.py does) and nothing of what the driver does with a role (roles.py does).
 
     separate   engines   each where its resources are           ranks   one placement group, packed
     colocate   engine n and rank n (of trainer and critic) in bundle n of one placement group: one device
@@ -10,10 +10,13 @@ Owns which actors there are, what each reserves, the placement groups, and their
 from __future__ import annotations
 
 import asyncio
+import itertools
 import time
-from collections.abc import Mapping
+import uuid
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
+from types import TracebackType
+from typing import Any, Literal, ParamSpec, Self, TypeVar
 
 import ray
 from ray.actor import ActorHandle
@@ -21,90 +24,167 @@ from ray.util.placement_group import PlacementGroup, remove_placement_group
 
 from actors import placement
 from actors.agent_loop import MANY, AgentLoopPool, AgentLoopWorker
+from actors.evaluator import Evaluator
 from actors.frozen.reference import ReferenceGroup, ReferenceWorker, reference_engine
 from actors.frozen.reward_model import RewardModelPool, RewardModelWorker, reward_engine
 from actors.judge import JudgeWorker
-from actors.remote import Remote, RemotePool, within
+from actors.producer import ProducerActor
+from actors.remote import RemotePool, remote, within
+from actors.replay_buffer import ReplayBufferActor
 from actors.rollout.controller import RolloutController
 from actors.rollout.worker import RolloutWorker
+from actors.telemetry import Telemetry
+from actors.training.broadcaster import WeightBroadcaster
+from actors.training.folder_weights import FolderWeights
 from actors.training.group import TrainerGroup
 from actors.training.worker import CONCURRENCY_GROUPS, TrainerWorker
+from jobs.models import Models
 from raypost.config import Config
 from raypost.config.engine import EngineConfig
 from raypost.plan import plan
 from raypost.plan.cluster import Bundle, shared_devices
+from raypost.production.build import buffer_bounds, task_limits
+from raypost.protocols import (
+    BroadcasterRole,
+    Buffer,
+    EvaluatorRole,
+    Generator,
+    Judge,
+    ProducerRole,
+    RolloutPool,
+    TelemetryRole,
+    WeightSource,
+)
+
+P = ParamSpec("P")
+R = TypeVar("R")
 
 CALL_TIMEOUT_S = 60.0
 """Deadline of small calls between roles."""
+RESTART_TRIES = 8
+"""How often a call to an actor that may be restarting is made: some 14 s in all."""
+PRODUCTION = "rollout-controller"
+EVALUATION = "evaluation-controller"
+WATCHED = (
+    PRODUCTION,
+    "producer",
+    "weight-broadcaster",
+    "evaluator",
+    "evaluation-broadcaster",
+    "trainer-",
+    "critic-",
+    "reference-",
+)
+"""Names of the actors that telemetry asks for spans, statistics and counts."""
 
 
 @dataclass
-class Cast:
-    """What was started so far."""
+class Launcher:
+    """The actors started so far. As a context it ends them all."""
 
     cfg: Config
-    handles: dict[str, ActorHandle] = field(default_factory=dict)
-    gangs: list[PlacementGroup] = field(default_factory=list)
-    controllers: dict[str, Remote] = field(default_factory=dict)
-    """Of the pools of engines."""
-    frozen: dict[str, ActorHandle] = field(default_factory=dict)
-    """Workers of reward models and of the reference."""
+    models: Models
     started_s: float = field(default_factory=time.time)
+    _handles: dict[str, ActorHandle] = field(default_factory=dict)
+    _placement_groups: list[PlacementGroup] = field(default_factory=list)
     _devices: PlacementGroup | None = None
     """The bundles that engines and ranks share."""
+    _pools: dict[str, RolloutPool] = field(default_factory=dict)
+    _reward_workers: list[ActorHandle] = field(default_factory=list)
+    _trainer: TrainerGroup | None = None
 
-    def add(self, cls: type, *args: Any, name: str, **options: Any) -> ActorHandle:
-        """Spawn one actor and remember to end it."""
-        self.handles[name] = placement.spawn(cls, *args, name=name, **options)
-        return self.handles[name]
+    async def __aenter__(self) -> Self:
+        return self
 
-    async def reserve(self, bundles: list[dict[str, float]], name: str) -> PlacementGroup:
-        """A placement group of this run."""
-        gang = await placement.reserve(bundles, name, self.cfg.rollout.start_timeout_s)
-        self.gangs.append(gang)
-        return gang
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Let engines and ranks end in their own way, within deadlines; kill what is left; free the resources."""
+        ending = [pool.shutdown() for pool in self._pools.values()]
+        ending += [
+            within(worker.shutdown.remote(), CALL_TIMEOUT_S, f"{worker} to end")
+            for worker in self._reward_workers
+        ]
+        if self._trainer is not None:
+            ending.append(self._trainer.shutdown())
+        await asyncio.gather(*ending, return_exceptions=True)
+        for handle in self._handles.values():
+            ray.kill(handle)
+        for group in self._placement_groups:
+            remove_placement_group(group)
+
+    # ---------------------------------------------------------------- engines
 
     async def share_devices(self) -> None:
-        """Reserve what engines and ranks share; nothing where each has its own."""
+        """Reserve the devices that engines and ranks share, where they do."""
         if devices := shared_devices(self.cfg):
-            self._devices = await self.reserve(devices, "devices")
+            self._devices = await self._reserve(devices, "devices")
 
-    def engines(self, role: str, controller: str, model_path: str) -> Remote:
-        """The workers of a role and the controller of their pool, not started yet."""
-        cfg, workers = self.cfg, {}
-        parallel = {pool.name: pool.tensor_parallel_size for pool in cfg.rollout.pools}
+    def rollout_pool(self, *, evaluation: bool = False) -> RolloutPool:
+        """Return the pool of the rollout workers, or of those that are evaluation's own; not started yet."""
+        cfg = self.cfg
+        name = EVALUATION if evaluation else PRODUCTION
+        ranks = {pool.name: pool.tensor_parallel_size for pool in cfg.rollout.pools}
         if cfg.eval.pool is not None:
-            parallel[cfg.eval.pool.name] = cfg.eval.pool.tensor_parallel_size
-        for n, bundle in enumerate(self._bundles(role)):
-            ranks = parallel.get(bundle.pool, cfg.rollout.tensor_parallel_size)
-            workers[bundle.name] = self.add(
+            ranks[cfg.eval.pool.name] = cfg.eval.pool.tensor_parallel_size
+        workers = {
+            bundle.name: self._add(
                 RolloutWorker,
                 bundle.name,
-                model_path,
-                EngineConfig.of(cfg, tensor_parallel_size=ranks),
+                self.models.policy,
+                EngineConfig.of(
+                    cfg, tensor_parallel_size=ranks.get(bundle.pool, cfg.rollout.tensor_parallel_size)
+                ),
                 n,
                 name=bundle.name,
                 resources=bundle.resources,
                 max_restarts=-1,
                 **self._place(bundle),
             )
-        self.add(RolloutController, workers, cfg.rollout, cfg.sync.timeout_s, name=controller)
-        self.controllers[controller] = Remote(controller, cfg.sync.timeout_s)
-        return self.controllers[controller]
+            for n, bundle in enumerate(self._bundles("evaluation_worker" if evaluation else "rollout_worker"))
+        }
+        self._pools[name] = self._role(
+            RolloutPool, cfg.sync.timeout_s, name, RolloutController, workers, cfg.rollout, cfg.sync.timeout_s
+        )
+        return self._pools[name]
 
-    async def trainer(self, model_path: str, critic_path: str | None) -> TrainerGroup:
-        """The ranks of the policy, and with them its critic and its reference's engines; not started yet."""
-        critic, reference = None, self._reference(model_path)
-        if critic_path is not None:
+    async def start_engines(self) -> list[dict[str, Any]]:
+        """Start the engines of all pools and reward models; returns what each says about itself."""
+        pools = asyncio.gather(*(pool.start() for pool in self._pools.values()))
+        rewards = asyncio.gather(*(worker.start.remote() for worker in self._reward_workers))
+        of_pools, of_rewards = await asyncio.gather(pools, rewards)
+        return [*itertools.chain(*of_pools), *of_rewards]
+
+    def _place(self, bundle: Bundle) -> dict[str, Any]:
+        if self._devices is None or bundle.shares is None:
+            return {}
+        return {"group": self._devices, "bundle": bundle.shares}
+
+    def _frozen(self, cls: type, bundle: Bundle, *args: Any) -> ActorHandle:
+        """Add a worker whose engine's weights never change."""
+        return self._add(
+            cls, bundle.name, *args, name=bundle.name, resources=bundle.resources, max_restarts=-1
+        )
+
+    # ---------------------------------------------------------------- training
+
+    async def trainer(self) -> TrainerGroup:
+        """Return the ranks of the policy, with its critic and its reference's engines; not started yet."""
+        critic = None
+        if self.models.critic is not None:
             config = self.cfg.model_copy(update={"train": self.cfg.train.for_critic})
-            critic = TrainerGroup(await self._ranks("critic", config, critic_path), config)
-        return TrainerGroup(await self._ranks("trainer", self.cfg, model_path), self.cfg, critic, reference)
+            critic = TrainerGroup(await self._ranks("critic", config, self.models.critic), config)
+        ranks = await self._ranks("trainer", self.cfg, self.models.policy)
+        self._trainer = TrainerGroup(ranks, self.cfg, critic, self._reference())
+        return self._trainer
 
-    async def _ranks(self, kind: str, config: Config, model_path: str) -> list[ActorHandle]:
+    async def _ranks(
+        self, kind: Literal["trainer", "critic"], config: Config, model_path: str
+    ) -> list[ActorHandle]:
         bundles = self._bundles(f"{kind}_worker")
-        gang = self._devices or await self.reserve([b.resources for b in bundles], kind)
+        group = self._devices or await self._reserve([b.resources for b in bundles], kind)
         return [
-            self.add(
+            self._add(
                 TrainerWorker,
                 config,
                 model_path,
@@ -113,79 +193,158 @@ class Cast:
                 name=bundle.name,
                 resources=bundle.resources,
                 concurrency_groups=CONCURRENCY_GROUPS,
-                group=gang,
+                group=group,
                 bundle=rank,
             )
             for rank, bundle in enumerate(bundles)
         ]
 
-    def _reference(self, model_path: str) -> ReferenceGroup | None:
+    def _reference(self) -> ReferenceGroup | None:
         cfg = self.cfg
         if cfg.train.loss.kl.pool is None:
             return None
         engine = reference_engine(cfg, cfg.train.loss.kl.pool)
         workers = [
-            self._frozen(ReferenceWorker, bundle, model_path, engine, cfg)
+            self._frozen(ReferenceWorker, bundle, self.models.policy, engine, cfg)
             for bundle in self._bundles("reference_worker")
         ]
         return ReferenceGroup(workers, cfg.rollout.start_timeout_s, cfg.train.step_timeout_s)
 
-    def reward_models(self, paths: Mapping[str, str]) -> dict[str, RewardModelPool]:
-        """The engines of each reward model as one, not started yet. `paths`: their folders by name."""
-        pools, bundles = {}, self._bundles("reward_worker")
-        for model in self.cfg.reward_models:
-            own, engine = [b for b in bundles if b.pool == model.name], reward_engine(self.cfg, model)
-            for bundle in own:
-                self._frozen(RewardModelWorker, bundle, paths[model.name], engine)
-            # Before the judge's own deadline, which does not know what it waits for.
-            timeout_s = self.cfg.rollout.request_timeout_s
-            pools[model.name] = RewardModelPool([b.name for b in own], timeout_s)
-        return pools
+    def folder_weights(self) -> WeightSource:
+        """Return the weights of the policy's folder, in place of a trainer."""
+        self._add(FolderWeights, self.cfg, self.models.policy, name="folder-weights")
+        return remote("folder-weights", WeightSource, timeout_s=self.cfg.train.step_timeout_s)
 
-    def _frozen(self, cls: type, bundle: Bundle, *args: Any) -> ActorHandle:
-        """A worker whose engine's weights never change."""
-        self.frozen[bundle.name] = self.add(
-            cls, bundle.name, *args, name=bundle.name, resources=bundle.resources, max_restarts=-1
+    def broadcaster(
+        self, weights: WeightSource, pool: RolloutPool, *, evaluation: bool = False
+    ) -> BroadcasterRole:
+        """Return the broadcaster of `weights` into `pool`."""
+        cfg = self.cfg
+        return self._role(
+            BroadcasterRole,
+            cfg.sync.timeout_s + cfg.train.step_timeout_s,
+            "evaluation-broadcaster" if evaluation else "weight-broadcaster",
+            WeightBroadcaster,
+            weights,
+            pool,
+            cfg.sync,
+            self.models.canary_ids,
+            cfg.placement == "colocate",
         )
-        return self.frozen[bundle.name]
 
-    def judges(self, reward_models: Mapping[str, RewardModelPool]) -> RemotePool:
-        """The judge actors, as one."""
+    # ---------------------------------------------------------------- production and evaluation
+
+    def judges(self) -> Judge:
+        """Return the judges as one, with the reward models that they ask; those are not started yet."""
+        reward_models = self._reward_models()
         names = [bundle.name for bundle in self._bundles("judge")]
         for name in names:
-            self.add(JudgeWorker, name, self.cfg.tasks, reward_models, name=name, max_restarts=-1)
-        return RemotePool(names, self._request_s, many=MANY)
+            self._add(JudgeWorker, name, self.cfg.tasks, reward_models, name=name, max_restarts=-1)
+        return remote(names, Judge, timeout_s=self._request_s, many=MANY)
 
-    def agents(self, names: list[str], model_path: str, controller: str, judge: RemotePool) -> AgentLoopPool:
-        """Agent loops of those names, which generate at the pool of `controller`, as one."""
-        generator = Remote(controller, self._request_s, many=MANY)
+    def _reward_models(self) -> dict[str, RewardModelPool]:
+        pools = {}
+        for model in self.cfg.reward_models:
+            bundles = [b for b in self._bundles("reward_worker") if b.pool == model.name]
+            engine = reward_engine(self.cfg, model)
+            for bundle in bundles:
+                path = self.models.rewards[model.name]
+                self._reward_workers.append(self._frozen(RewardModelWorker, bundle, path, engine))
+            # Before the judge's own deadline, which does not know what it waits for.
+            timeout_s = self.cfg.rollout.request_timeout_s
+            pools[model.name] = RewardModelPool([b.name for b in bundles], timeout_s)
+        return pools
+
+    def agents(self, judge: Judge, *, evaluation: bool = False) -> AgentLoopPool:
+        """Return the agent loops as one, on the pool of the rollout workers or on evaluation's own."""
+        controller = EVALUATION if evaluation else PRODUCTION
+        generator = remote(controller, Generator, timeout_s=self._request_s, many=MANY)
+        names = ["evaluation-loop"] if evaluation else [b.name for b in self._bundles("agent_loop")]
         for name in names:
-            self.add(
-                AgentLoopWorker, name, self.cfg, model_path, generator, judge, name=name, max_restarts=-1
+            self._add(
+                AgentLoopWorker,
+                name,
+                self.cfg,
+                self.models.policy,
+                generator,
+                judge,
+                name=name,
+                max_restarts=-1,
             )
         return AgentLoopPool(RemotePool(names, 2 * self._request_s, many=MANY))
 
-    @property
-    def _request_s(self) -> float:
-        return self.cfg.rollout.request_timeout_s + CALL_TIMEOUT_S
+    def buffer(self) -> Buffer:
+        """Return the replay buffer; it survives its process where it keeps a journal."""
+        cfg = self.cfg
+        self._add(
+            ReplayBufferActor,
+            task_limits(cfg),
+            buffer_bounds(cfg),
+            cfg.buffer.order,
+            str((cfg.run_dir / "buffer").resolve()) if cfg.buffer.journal else None,
+            uuid.uuid4().hex,
+            name="replay-buffer",
+            max_restarts=-1 if cfg.buffer.journal else 0,
+        )
+        return remote("replay-buffer", Buffer, timeout_s=CALL_TIMEOUT_S, tries=RESTART_TRIES)
+
+    def producer(self, agents: AgentLoopPool, buffer: Buffer, pool: RolloutPool) -> ProducerRole:
+        """Return the producer."""
+        cfg = self.cfg
+        self._add(ProducerActor, cfg, self.models.policy, agents, buffer, pool, name="producer")
+        take_s = cfg.take_timeout_s + cfg.rollout.pause_timeout_s
+        return remote(
+            "producer",
+            ProducerRole,
+            timeout_s=2 * cfg.rollout.pause_timeout_s + 2 * CALL_TIMEOUT_S,
+            timeouts_s={"run": None, "take_batch": take_s, "produce_batch": take_s},
+        )
+
+    def evaluator(self, agents: AgentLoopPool, pool: RolloutPool) -> EvaluatorRole:
+        """Return the evaluator."""
+        cfg = self.cfg
+        timeout_s = cfg.eval.timeout_s + CALL_TIMEOUT_S
+        return self._role(
+            EvaluatorRole, timeout_s, "evaluator", Evaluator, cfg, self.models.policy, agents, pool
+        )
+
+    def telemetry(self) -> TelemetryRole:
+        """Return the telemetry of the actors started so far."""
+        watched = {name: handle for name, handle in self._handles.items() if name.startswith(WATCHED)}
+        if self.cfg.eval.pool is not None:
+            # Its time is not the run's: production goes on beside it.
+            del watched["evaluator"]
+        return self._role(
+            TelemetryRole, CALL_TIMEOUT_S, "telemetry", Telemetry, self.cfg, watched, self.started_s
+        )
+
+    # ---------------------------------------------------------------- what all of them use
+
+    def _role(
+        self,
+        role: type[R],
+        timeout_s: float,
+        name: str,
+        cls: Callable[P, R],
+        *args: P.args,
+        **kwargs: P.kwargs,
+    ) -> R:
+        """Start an actor that needs no device, and return it as its role."""
+        self._add(cls, *args, name=name, **kwargs)
+        return remote(name, role, timeout_s=timeout_s)
+
+    def _add(self, cls: Callable[..., object], *args: Any, name: str, **options: Any) -> ActorHandle:
+        self._handles[name] = placement.spawn(cls, *args, name=name, **options)
+        return self._handles[name]
+
+    async def _reserve(self, bundles: list[dict[str, float]], name: str) -> PlacementGroup:
+        group = await placement.reserve(bundles, name, self.cfg.rollout.start_timeout_s)
+        self._placement_groups.append(group)
+        return group
 
     def _bundles(self, role: str) -> list[Bundle]:
         return [bundle for bundle in plan.bundles(self.cfg) if bundle.role == role]
 
-    def _place(self, bundle: Bundle) -> dict[str, Any]:
-        if self._devices is None or bundle.shares is None:
-            return {}
-        return {"group": self._devices, "bundle": bundle.shares}
-
-    async def end(self) -> None:
-        """Ask the engines to end, then end all actors and give their resources back."""
-        ending = [one.shutdown() for one in self.controllers.values()]
-        ending += [
-            within(handle.shutdown.remote(), CALL_TIMEOUT_S, f"{name} to end")
-            for name, handle in self.frozen.items()
-        ]
-        await asyncio.gather(*ending, return_exceptions=True)
-        for handle in self.handles.values():
-            ray.kill(handle)
-        for gang in self.gangs:
-            remove_placement_group(gang)
+    @property
+    def _request_s(self) -> float:
+        return self.cfg.rollout.request_timeout_s + CALL_TIMEOUT_S

@@ -1,6 +1,6 @@
-"""Roles: the roles of one run as the driver's loop sees them.
+"""Roles: the roles of one run as the driver's loop sees them, each by the Protocol that it fulfils.
 
-Owns the deadlines of the driver's calls and what is recorded around them. Owns no step logic (the job's own
+Owns the calls that need more than one role, and what is recorded around them. Owns no step logic (the job's own
 screen does) and starts nothing (wiring.py does). It holds handles and small numbers, never a batch.
 """
 
@@ -8,22 +8,33 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections.abc import Awaitable
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import NoReturn, TypeVar
 
 import psutil
-import ray
-from ray.actor import ActorHandle
 
-from actors.remote import Remote, within
 from actors.training.group import TrainerGroup
+from jobs.stopping import production_ended, stopped, unless
 from raypost import metrics
 from raypost.checkpoint import HF, HF_AVERAGE, CheckpointDir
 from raypost.config import Config
-from raypost.protocols import TakeStatus
+from raypost.errors import StoppedError
+from raypost.packed import PackedGroups
+from raypost.protocols import (
+    BroadcasterRole,
+    EvaluatorRole,
+    ProducerRole,
+    RolloutPool,
+    TakeStatus,
+    TelemetryRole,
+)
 from raypost.report.terminal import RunDisplay
-from raypost.types import GroupCounts, ProduceBatchStatus
+from raypost.types import GroupCounts, ProduceBatchStatus, Ref, RunStatus
 
+T = TypeVar("T")
+Batch = tuple[TakeStatus, Ref[PackedGroups] | None]
 log = logging.getLogger(__name__)
 
 STOPPED = TakeStatus(status=ProduceBatchStatus.NORMAL, step=0, num_groups=0)
@@ -39,15 +50,14 @@ class Roles:
     display: RunDisplay
     checkpoints: CheckpointDir
     trainer: TrainerGroup
-    controller: Remote
-    broadcaster: Remote
-    evaluation_broadcaster: Remote | None
+    pool: RolloutPool
+    broadcaster: BroadcasterRole
+    evaluation_broadcaster: BroadcasterRole | None
     """Brings weights to the engines that are evaluation's own; None: it uses production's."""
-    producer: Remote
-    evaluator: Remote
-    telemetry: Remote
-    producer_handle: ActorHandle
-    production: asyncio.Task[None] | None = None
+    producer: ProducerRole
+    evaluator: EvaluatorRole
+    telemetry: TelemetryRole
+    _production: asyncio.Task[None] | None = None
     _evaluation: asyncio.Task[None] | None = None
     """The last evaluation; it may run beside production."""
     _saved: int = 0
@@ -59,40 +69,34 @@ class Roles:
         """Whether the loop ends after `step`: all steps done, or a stop was asked for and nothing is lost by it."""
         return step >= self.cfg.train.num_steps or (self.stop.is_set() and self._saved == step)
 
-    def produce(self) -> asyncio.Task[None]:
-        """Start production; the task ends only by raising."""
+    def produce(self) -> None:
+        """Start production in the background; the next wait for a batch raises what ends it."""
+        self._production = asyncio.create_task(self._produce(), name="production")
 
-        async def run() -> None:
-            await self.producer_handle.run.remote()
+    async def _produce(self) -> None:
+        await self.producer.run()
 
-        self.production = asyncio.create_task(run(), name="production")
-        return self.production
+    async def take_batch(self, step: int) -> Batch:
+        """Return (status, ref of the batch) of `step`; the ref is None when there is no batch, also on a stop."""
+        return await self._batch(self.producer.take_batch(step))
 
-    async def take_batch(self, step: int) -> tuple[TakeStatus, ray.ObjectRef | None]:
-        """(status, ref of the batch) of `step`; the ref is None when there is no batch, also on a stop."""
-        return await self._batch(self.producer_handle.take_batch.remote(step), step)
+    async def produce_batch(self, step: int) -> Batch:
+        """Return the same where nothing produces in the background: groups are generated until the batch is there."""
+        return await self._batch(self.producer.produce_batch(step))
 
-    async def produce_batch(self, step: int) -> tuple[TakeStatus, ray.ObjectRef | None]:
-        """The same where nothing produces in the background: groups are generated until the batch is there."""
-        return await self._batch(self.producer_handle.produce_batch.remote(step), step)
-
-    async def _batch(
-        self, refs: tuple[ray.ObjectRef, ray.ObjectRef], step: int
-    ) -> tuple[TakeStatus, ray.ObjectRef | None]:
-        status_ref, batch_ref = refs
-        timeout_s = self.cfg.take_timeout_s + self.cfg.rollout.pause_timeout_s
-        taking = asyncio.ensure_future(within(status_ref, timeout_s, f"the producer to collect batch {step}"))
-        stopping = asyncio.ensure_future(self.stop.wait())
+    async def _batch(self, taking: Awaitable[Batch]) -> Batch:
         try:
-            await asyncio.wait({taking, stopping}, return_when=asyncio.FIRST_COMPLETED)
-            if not taking.done():
-                ray.cancel(status_ref)
-                return STOPPED, None
-            status: TakeStatus = taking.result()
-            return status, batch_ref if status.num_groups else None
-        finally:
-            stopping.cancel()
-            taking.cancel()
+            status, batch_ref = await self.while_producing(taking)
+        except StoppedError:
+            return STOPPED, None
+        return status, batch_ref if status.num_groups else None
+
+    async def while_producing(self, work: Awaitable[T]) -> T:
+        """Return the result of `work`. Raises what ended production before it, and StoppedError on a stop."""
+        ends: list[Awaitable[NoReturn]] = [stopped(self.stop, "stopped while production was waited for")]
+        if self._production is not None:
+            ends.append(production_ended(self._production))
+        return await unless(work, *ends)
 
     async def restore(self) -> int:
         """Continue from the run folder's last checkpoint; the step it was saved after, 0 without one."""
@@ -116,7 +120,7 @@ class Roles:
         """Bring `version` into every rollout worker, verified."""
         report = await self.broadcaster.broadcast(version)
         self._last[metrics.SYNC_S] = report.seconds
-        self.display.workers(await self.controller.states())
+        self.display.workers(await self.pool.states())
         await self.telemetry.log_sync(report)
 
     async def save(self, step: int) -> None:
@@ -140,7 +144,7 @@ class Roles:
 
         `step` is the step to be trained now: where a sync follows it, engines need not keep their weights.
         """
-        await self.controller.sleep(keep_weights=not self.cfg.sync_due(step))
+        await self.pool.sleep(keep_weights=not self.cfg.sync_due(step))
         await self.trainer.reload()
 
     async def evaluate(self, step: int) -> None:
@@ -160,16 +164,12 @@ class Roles:
         """Wait for the evaluation under way, if there is one; a stop cancels it. Raises what it raised."""
         if self._evaluation is None:
             return
-        stopping = asyncio.ensure_future(self.stop.wait())
         try:
-            await asyncio.wait({self._evaluation, stopping}, return_when=asyncio.FIRST_COMPLETED)
-        finally:
-            stopping.cancel()
-        if self._evaluation.done():
-            return self._evaluation.result()
-        log.warning("a stop was asked for: the %s has no scores", self._evaluation.get_name())
-        self._evaluation.cancel()
-        await asyncio.wait({self._evaluation})
+            await unless(
+                self._evaluation, stopped(self.stop, f"the {self._evaluation.get_name()} has no scores")
+            )
+        except StoppedError as stop:
+            log.warning("a stop was asked for: %s", stop)
         self._evaluation = None
 
     async def _score(self, step: int) -> None:
@@ -189,18 +189,17 @@ class Roles:
         self.display.step(step, record)
         await self.telemetry.log(step, record)
 
-    async def finish(self, status: str, error: str | None) -> None:
+    async def finish(self, status: RunStatus, error: str | None) -> None:
         """Stop waiting for production and evaluation, write the report and show it, whatever state the roles are in."""
-        beside = [task for task in (self.production, self._evaluation) if task is not None]
-        for task in beside:
+        background = [task for task in (self._production, self._evaluation) if task is not None]
+        for task in background:
             task.cancel()
-        await asyncio.gather(*beside, return_exceptions=True)
+        await asyncio.gather(*background, return_exceptions=True)
         counts: GroupCounts | None = None
         try:
             counts = await self.producer.counts()
-        except (
-            Exception
-        ) as cause:  # the run is over: what it measured must reach the disk without the producer
+        except Exception as cause:
+            # The run is over: what it measured must reach the disk, with or without the producer.
             log.warning("the producer gave no final counts: %s", cause)
         report = await self.telemetry.finish(status, error, counts)
         self.display.finish(report, self.cfg.run_dir)

@@ -20,23 +20,23 @@ from pathlib import Path
 if __package__ in (None, ""):  # run as a file: the repository root is not on the path yet
     sys.path[0] = str(Path(__file__).resolve().parent.parent)
 
-from jobs.driver import first_of, main
+from jobs.driver import main
 from jobs.wiring import spawn
 from raypost.config import Config
 from raypost.types import ProduceBatchStatus
 
 
 async def train(cfg: Config, stop: asyncio.Event) -> None:
-    """The main loop. Ends after `train.num_steps`, or at the next pause once `stop` is set."""
+    """Run the main loop. Ends after `train.num_steps`, or at the next pause once `stop` is set."""
     async with spawn(cfg, stop) as roles:
         step = await roles.restore()  # 0 on a fresh run
         await roles.broadcast(version=step)
         if step == 0:
             await roles.evaluate(step)
         await roles.producer.resume(version=step)
-        producing = roles.produce()  # never ends while healthy
+        roles.produce()
         while not roles.finished(step):
-            status, batch_ref = await first_of(roles.take_batch(step + 1), producing)
+            status, batch_ref = await roles.take_batch(step + 1)  # raises what ends production
             if batch_ref is not None:
                 step += 1
                 metrics = await roles.trainer.fit(batch_ref, step)

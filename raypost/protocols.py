@@ -4,7 +4,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Generic, Protocol, TypeVar
 
@@ -15,12 +15,16 @@ from raypost.types import (
     GenerateRequest,
     GenerateResult,
     Group,
+    GroupCounts,
     GroupKey,
     IntArray,
     ProduceBatchStatus,
+    Ref,
     RolloutState,
+    RunStatus,
     Span,
     Status,
+    SyncReport,
     WeightReport,
 )
 from raypost.weights.manifest import Manifest
@@ -287,3 +291,105 @@ class TakeStatus:
     buffered: int = 0
     """COMPLETED groups left in the buffer."""
     metrics: ProductionMetrics = field(default_factory=ProductionMetrics)
+
+
+# ---------------------------------------------------------------- the roles as the driver calls them
+
+
+class RolloutPool(Generator, RolloutControl, WeightSink, Protocol):
+    """The rollout workers as one."""
+
+    async def start(self) -> list[dict[str, Any]]:
+        """Start all engines; returns what each says about itself."""
+        ...
+
+    async def sleep(self, keep_weights: bool) -> None:
+        """Free the engines' devices until the next `load_weights` or `resume`. The pool must be paused, with no
+        request frozen in it."""
+        ...
+
+    async def states(self) -> dict[str, str]:
+        """Return the state of every worker by name."""
+        ...
+
+    async def shutdown(self) -> None:
+        """End all engines; workers that do not answer are left to the caller."""
+        ...
+
+
+class ProducerRole(Protocol):
+    """Production of groups, and the batches made of them."""
+
+    async def run(self) -> None:
+        """Produce for ever; ends only by raising what made production impossible."""
+        ...
+
+    async def take_batch(self, step: int) -> tuple[TakeStatus, Ref[PackedGroups] | None]:
+        """Lease the batch of `step` once it is there. Asked twice, it gives the same batch."""
+        ...
+
+    async def produce_batch(self, step: int) -> tuple[TakeStatus, Ref[PackedGroups] | None]:
+        """Produce until the batch of `step` is there, then lease it; for jobs that do not call `run`."""
+        ...
+
+    async def acknowledge(self, step: int) -> None:
+        """Record that the batch of `step` is trained."""
+        ...
+
+    async def pause(self, mode: PauseMode) -> float:
+        """Stop production as `mode` says; returns the seconds it took."""
+        ...
+
+    async def resume(self, version: int) -> None:
+        """Produce with `version` of the weights."""
+        ...
+
+    async def counts(self) -> GroupCounts:
+        """Return where every group is."""
+        ...
+
+    async def save(self, folder: str, step: int) -> None:
+        """Write progress, samplers, buffer and ledger as of `step`. Production must be paused."""
+        ...
+
+    async def load(self, folder: str) -> None:
+        """Restore what `save` wrote; production stays paused."""
+        ...
+
+
+class BroadcasterRole(Protocol):
+    """The way of the weights from the trainer into a pool."""
+
+    async def broadcast(self, version: int) -> SyncReport:
+        """Load `version` into every live worker, verified. Raises WeightError or StaleWeightsError."""
+        ...
+
+
+class EvaluatorRole(Protocol):
+    """Scores on held-out problems."""
+
+    async def evaluate(self, version: int) -> dict[str, float]:
+        """Score the pool, which holds `version` and is paused."""
+        ...
+
+
+class TelemetryRole(Protocol):
+    """The record of a run."""
+
+    async def log(self, step: int, values: Mapping[str, Any]) -> None:
+        """Record train step `step`."""
+        ...
+
+    async def log_eval(self, step: int, scores: Mapping[str, Any]) -> None:
+        """Record an evaluation of the weights of `step`."""
+        ...
+
+    async def log_sync(self, report: SyncReport) -> None:
+        """Record one weight sync."""
+        ...
+
+    async def finish(
+        self, status: RunStatus, error: str | None, counts: GroupCounts | None
+    ) -> dict[str, Any]:
+        """Write the report and return it. `counts` None: the last that were seen."""
+        ...

@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Generator, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import Any, Protocol, TypeVar, cast
+from typing import Any, Literal, Protocol, TypeVar, cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -55,6 +55,10 @@ class Status(StrEnum):
     """Judged, but not used for training (for instance because all rewards of the group are equal)."""
     ARCHIVED = "archived"
     """Leased to the trainer; counted as this until its step is acknowledged."""
+
+
+RunStatus = Literal["finished", "stopped", "failed"]
+"""How a run ended."""
 
 
 class ProduceBatchStatus(StrEnum):

@@ -29,7 +29,7 @@ from raypost.metrics import finite_floats
 from raypost.report import files
 from raypost.report.record import RunRecord, RunStatus, load_record
 from raypost.report.report_json import build_report, package_versions
-from raypost.types import GroupCounts, Span, SyncReport
+from raypost.types import GroupCounts, RunStatus, Span, SyncReport
 
 TENSORBOARD_FLUSH_S = 10
 

@@ -1,0 +1,55 @@
+"""The models of a run as local folders. They are prepared in a task of its own, so that the driver stays small."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import ray
+
+from actors.remote import within
+from raypost.config import Config, ModelConfig
+from raypost.data.prompt import render
+from raypost.data.task_source import check_source
+from raypost.data.tokenizer import Tokenizer
+from raypost.judges.reward_model import check_reward_model
+from raypost.models.resolve import resolve_model
+from raypost.types import IntArray
+
+
+@dataclass(frozen=True, slots=True)
+class Models:
+    """Folders of a run's models, and the canary prompt."""
+
+    policy: str
+    critic: str | None
+    rewards: dict[str, str]
+    """Of the reward models, by name."""
+    canary_ids: IntArray
+
+
+async def prepare_models(cfg: Config) -> Models:
+    """Return all models as local folders; one that is not there yet is fetched or made."""
+    ref = ray.remote(num_cpus=0)(_prepare).options(name="prepare-models").remote(cfg)
+    models: Models = await within(ref, cfg.train.step_timeout_s, f"model {cfg.model.name} to be prepared")
+    return models
+
+
+def _prepare(cfg: Config) -> Models:
+    def folder(model: ModelConfig) -> str:
+        return str(resolve_model(model, cfg.seed, cfg.model.cache_dir.expanduser()))
+
+    policy = folder(cfg.model)
+    critic = cfg.train.critic
+    rewards = {one.name: folder(ModelConfig(name=one.model)) for one in cfg.reward_models}
+    for one in cfg.reward_models:
+        check_reward_model(one, Path(rewards[one.name]))
+    task = cfg.tasks[0]
+    # A prompt as in training: on token ids put together at random a model's rounding errors are magnified.
+    prompt = check_source(task, cfg.seed)[0]
+    return Models(
+        policy=policy,
+        critic=(folder(ModelConfig(name=critic.name)) if critic.name else policy) if critic else None,
+        rewards=rewards,
+        canary_ids=render(prompt, Tokenizer.load(policy), task),
+    )
