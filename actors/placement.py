@@ -11,6 +11,7 @@ import asyncio
 import inspect
 import logging
 import time
+from collections.abc import Callable
 from typing import Any
 
 import ray
@@ -31,7 +32,7 @@ Not concurrency groups: Ray gives each its own event loop, and a role's state be
 
 
 def spawn(
-    cls: type,
+    cls: Callable[..., object],
     *args: Any,
     name: str,
     resources: dict[str, float] | None = None,
@@ -67,7 +68,7 @@ def spawn(
 
 
 async def reserve(bundles: list[dict[str, float]], name: str, timeout_s: float) -> PlacementGroup:
-    """A placement group that holds all bundles at once, packed. Raises ClusterError past the deadline.
+    """Reserve a placement group that holds all bundles at once, packed. Raises ClusterError past the deadline.
 
     While it waits it says what it waits for, and what the cluster has free.
     """
@@ -89,5 +90,5 @@ async def reserve(bundles: list[dict[str, float]], name: str, timeout_s: float) 
 
 
 def cluster_nodes() -> list[dict[str, float]]:
-    """Resources of every live node, for raypost.plan.plan."""
+    """Return the resources of every live node, for raypost.plan.plan."""
     return [dict(node["Resources"]) for node in ray.nodes() if node["Alive"]]

@@ -196,20 +196,19 @@ def train_raypost(
 
 async def _main_loop(config: Config, stop: asyncio.Event, *, chosen: Configuration, folder: Path) -> None:
     """jobs/train.py, but that production is let run to its bound before a batch is taken."""
-    from jobs.driver import first_of
     from jobs.wiring import spawn
 
     async with spawn(config, stop) as roles:
         step, started_s = 0, time.monotonic()
-        producing = roles.produce()
+        roles.produce()
         while not roles.finished(step):
             if step % chosen.every == 0:
                 await roles.broadcast(version=step)
                 await roles.producer.resume(version=step)
-                await first_of(_at_its_bound(roles, step, chosen.lag), producing)
+                await roles.while_producing(_at_its_bound(roles, step, chosen.lag))
                 # Open and at its bound, production would have the take ask for newer weights.
                 await roles.pause(step)
-            status, batch_ref = await first_of(roles.take_batch(step + 1), producing)
+            status, batch_ref = await roles.take_batch(step + 1)
             if batch_ref is None:
                 raise RuntimeError(f"step {step + 1} has no batch: {status}")
             step += 1

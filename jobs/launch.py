@@ -41,6 +41,7 @@ from actors.training.worker import CONCURRENCY_GROUPS, TrainerWorker
 from jobs.models import Models
 from raypost.config import Config
 from raypost.config.engine import EngineConfig
+from raypost.packed import PackedGroups
 from raypost.plan import plan
 from raypost.plan.cluster import Bundle, shared_devices
 from raypost.production.build import buffer_bounds, task_limits
@@ -55,6 +56,7 @@ from raypost.protocols import (
     TelemetryRole,
     WeightSource,
 )
+from raypost.types import Ref
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -273,7 +275,7 @@ class Launcher:
             )
         return AgentLoopPool(RemotePool(names, 2 * self._request_s, many=MANY))
 
-    def buffer(self) -> Buffer:
+    def buffer(self) -> Buffer[Ref[PackedGroups]]:
         """Return the replay buffer; it survives its process where it keeps a journal."""
         cfg = self.cfg
         self._add(
@@ -286,9 +288,13 @@ class Launcher:
             name="replay-buffer",
             max_restarts=-1 if cfg.buffer.journal else 0,
         )
-        return remote("replay-buffer", Buffer, timeout_s=CALL_TIMEOUT_S, tries=RESTART_TRIES)
+        return remote(
+            "replay-buffer", Buffer[Ref[PackedGroups]], timeout_s=CALL_TIMEOUT_S, tries=RESTART_TRIES
+        )
 
-    def producer(self, agents: AgentLoopPool, buffer: Buffer, pool: RolloutPool) -> ProducerRole:
+    def producer(
+        self, agents: AgentLoopPool, buffer: Buffer[Ref[PackedGroups]], pool: RolloutPool
+    ) -> ProducerRole:
         """Return the producer."""
         cfg = self.cfg
         self._add(ProducerActor, cfg, self.models.policy, agents, buffer, pool, name="producer")

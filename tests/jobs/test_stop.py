@@ -10,7 +10,6 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import ray
 
 from jobs import colocate, colocate_lowlevel, train
 from jobs.driver import Job
@@ -43,23 +42,30 @@ class Scene:
         self.colocated = cfg.placement == "colocate"
         self.calls: list[str] = []
         self.trained, self.engines_awake, self.ranks_awake = 0, True, True
-        handle = SimpleNamespace(**{
-            name: SimpleNamespace(remote=self._batch) for name in ("take_batch", "produce_batch")
-        } | {"run": SimpleNamespace(remote=asyncio.Event().wait)})  # fmt: skip
-        self.checkpoints = CheckpointDir(folder, 2, {})
-        quiet = SimpleNamespace(**dict.fromkeys(("phase", "workers", "evaluated", "step"), lambda *_: None))
-        self.roles = Roles(
-            cfg, self.stop, quiet, self.checkpoints, self, self, self, self if own_engines else None,
-            self, self, self, handle,
-        )  # type: ignore[arg-type]  # fmt: skip
         self.critic = None
+        self.checkpoints = CheckpointDir(folder, 2, {})
+        shown = ("phase", "workers", "evaluated", "step", "finish")
+        everything: Any = self
+        quiet: Any = SimpleNamespace(**dict.fromkeys(shown, lambda *_: None))
+        self.roles = Roles(
+            cfg=cfg,
+            stop=self.stop,
+            display=quiet,
+            checkpoints=self.checkpoints,
+            trainer=everything,
+            pool=everything,
+            broadcaster=everything,
+            evaluation_broadcaster=everything if own_engines else None,
+            producer=everything,
+            evaluator=everything,
+            telemetry=everything,
+        )
 
     @asynccontextmanager
     async def spawn(self, cfg: Config, stop: asyncio.Event) -> AsyncIterator[Roles]:
         yield self.roles
         await self.roles.evaluated()
-        if self.roles.production is not None:
-            self.roles.production.cancel()
+        await self.roles.finish("finished", None)
 
     async def _turn(self, name: str) -> None:
         self.calls.append(name)
@@ -76,12 +82,15 @@ class Scene:
 
         return call
 
-    def _batch(self, step: int) -> tuple[asyncio.Future[TakeStatus], str]:
-        async def take() -> TakeStatus:
-            await self._turn("take")
-            return TakeStatus(status=ProduceBatchStatus.NORMAL, step=step, num_groups=1)
+    async def run(self) -> None:
+        await asyncio.Event().wait()
 
-        return asyncio.ensure_future(take()), "batch"
+    async def take_batch(self, step: int) -> tuple[TakeStatus, str]:
+        await self._turn("take")
+        return TakeStatus(status=ProduceBatchStatus.NORMAL, step=step, num_groups=1), "batch"
+
+    async def produce_batch(self, step: int) -> tuple[TakeStatus, str]:
+        return await self.take_batch(step)
 
     async def fit(self, _: object, step: int) -> dict[str, float]:
         assert self.ranks_awake and step == self.trained + 1
@@ -140,7 +149,6 @@ def test_whenever_a_job_is_stopped_its_last_step_is_saved(
     module: Any, job: Job, own_engines: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     cfg = stop_config(tmp_path, "separate" if module is train else "colocate")
-    monkeypatch.setattr(ray, "cancel", lambda ref: ref.cancel())
 
     def run(name: str, stop_at: int | None) -> Scene:
         async def main() -> Scene:

@@ -119,7 +119,7 @@ def test_no_coroutine_blocks_its_event_loop() -> None:
 @pytest.mark.parametrize("end", [ZeroDivisionError("bug"), None], ids=["error", "silent"])
 def test_a_driver_that_waits_for_a_batch_hears_of_productions_end_at_once(end: Exception | None) -> None:
     """Trap 24: also of one without an error, which is never right."""
-    from jobs.driver import first_of
+    from jobs.stopping import production_ended, unless
 
     async def produce() -> None:
         await asyncio.sleep(1)
@@ -131,7 +131,7 @@ def test_a_driver_that_waits_for_a_batch_hears_of_productions_end_at_once(end: E
         with pytest.raises(
             type(end) if end else ProductionError, match="bug" if end else "ended without an error"
         ):
-            await first_of(asyncio.sleep(1000), producing)
+            await unless(asyncio.sleep(1000), production_ended(producing))
         assert asyncio.get_running_loop().time() == pytest.approx(1)
         await asyncio.sleep(0)
         assert asyncio.all_tasks() == {asyncio.current_task()}
