@@ -150,7 +150,7 @@ class Launcher:
         )
         return self._pools[name]
 
-    async def start_engines(self) -> list[dict[str, Any]]:
+    async def start_engines(self) -> list[object]:
         """Start the engines of all pools and reward models; returns what each says about itself."""
         pools = asyncio.gather(*(pool.start() for pool in self._pools.values()))
         rewards = asyncio.gather(*(worker.start.remote() for worker in self._reward_workers))

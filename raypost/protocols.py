@@ -299,7 +299,7 @@ class TakeStatus:
 class RolloutPool(Generator, RolloutControl, WeightSink, Protocol):
     """The rollout workers as one."""
 
-    async def start(self) -> list[dict[str, Any]]:
+    async def start(self) -> Sequence[object]:
         """Start all engines; returns what each says about itself."""
         ...
 
