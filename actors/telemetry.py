@@ -25,7 +25,6 @@ from ray.util.metrics import Counter, Gauge
 
 from raypost import metrics
 from raypost.config import Config
-from raypost.report.record import RunStatus
 from raypost.report.writer import RunWriter
 from raypost.types import GroupCounts, RunStatus, Span, SyncReport, WorkerStats
 

@@ -10,7 +10,7 @@ from array import array
 from bisect import bisect_left
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import yaml
@@ -21,9 +21,8 @@ from raypost.ledger.summary import LedgerSummary, ledger_summary
 from raypost.metrics import HELD_OUT, STALENESS, bounds, finite_floats
 from raypost.report import files
 from raypost.report.busy_time import SpanTable, span_table
-from raypost.types import Span
+from raypost.types import RunStatus, Span
 
-RunStatus = Literal["finished", "stopped", "failed"]
 KILLED = "the run ended without closing its record: it was killed, or its machine went away"
 
 Series = NDArray[np.float64]

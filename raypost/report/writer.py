@@ -27,7 +27,7 @@ from tensorboard.summary.writer.event_file_writer import EventFileWriter
 from raypost.config import Config, parse_config
 from raypost.metrics import finite_floats
 from raypost.report import files
-from raypost.report.record import RunRecord, RunStatus, load_record
+from raypost.report.record import RunRecord, load_record
 from raypost.report.report_json import build_report, package_versions
 from raypost.types import GroupCounts, RunStatus, Span, SyncReport
 
