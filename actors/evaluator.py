@@ -1,12 +1,12 @@
 """Evaluator: scores one version of the weights on held-out problems.
 
-Owns the held-out problems, when the pool is open for them, and the proof that what is scored came from the version
-asked for; the statistics are in raypost/report/eval_statistics.py. The pool and the agent loop are handed in. They are
-production's own, which must then be paused, or those of evaluation alone, beside which production goes on:
-nothing here differs.
+Owns the held-out problems, when the pool is open for them, and the check that every scored token came from the version
+asked for; the statistics are in raypost/report/eval_statistics.py. The pool and the agent loop are given:
+production's own, which must then be paused, or a pool for evaluation alone, while production goes on. Nothing here
+differs between the two.
 
-Invariants: the pool serves the evaluator during `evaluate` only, and is paused again whatever happens; a score is of
-one version, or there is none; one evaluation at a time.
+Invariants: the pool serves the evaluator during `evaluate` only, and is paused again whatever happens; a score comes
+from one version; one evaluation runs at a time.
 """
 
 from __future__ import annotations
@@ -37,15 +37,16 @@ from raypost.types import (
 TRIES = 5
 """How often a group is run again after the pool was interrupted under it."""
 NAMED = 4
-"""Groups that a late evaluation names at most."""
+"""How many groups the error of a late evaluation names at most."""
 
 
 class Evaluator:
-    """`eval.samples` responses to each of `eval.num_prompts` held-out problems a task."""
+    """Scores `eval.samples` responses to each of `eval.num_prompts` held-out problems of every task."""
 
     def __init__(
         self, config: Config, model_path: str, agent_loop: AgentLoop, control: RolloutControl
     ) -> None:
+        """`model_path`: a folder with the tokenizer. `control`: the pool that `agent_loop` generates at."""
         self._config = config
         self._agent_loop = agent_loop
         self._control = control
@@ -55,6 +56,7 @@ class Evaluator:
         self._running: int | None = None
 
     def __repr__(self) -> str:
+        """Return the role's name."""
         return "evaluator"
 
     def _held_out_groups(self, task: TaskConfig) -> list[Group]:
@@ -85,8 +87,9 @@ class Evaluator:
         return groups
 
     async def evaluate(self, version: int) -> dict[str, float]:
-        """Score the pool, which holds `version` and is paused: what `raypost.report.eval_statistics.scores` gives, and
-        `eval_tokens_mean`.
+        """Score the pool, which holds `version` and is paused; return metrics by name.
+
+        They are those of `raypost.report.eval_statistics.scores`, and `eval_tokens_mean`.
 
         Raises StaleWeightsError if a token came from another version, WaitTimeoutError naming the groups that are
         not done after `eval.timeout_s`, RaypostError while another evaluation runs.
@@ -110,7 +113,7 @@ class Evaluator:
         return scores(_rewards(groups), self._config.eval) | _lengths(groups)
 
     async def _run_all(self, version: int) -> list[Group]:
-        """All groups, done. The first failure is raised at once."""
+        """Run all groups to their end. Raises the first failure at once."""
         timeout_s = self._config.eval.timeout_s
         runs = {asyncio.create_task(self._run(copy.deepcopy(g))): g.key for g in self._groups}
         if not runs:
@@ -141,7 +144,7 @@ class Evaluator:
         return group
 
     async def drain_spans(self) -> list[Span]:
-        """Evaluations since the last call."""
+        """Return the evaluations since the last call."""
         return self._spans.drain()
 
 
@@ -152,8 +155,8 @@ def _check_versions(version: int, groups: list[Group]) -> None:
             if others:
                 raise StaleWeightsError(
                     f"the evaluation of version {version} got tokens of version {min(others)} from {state.worker} "
-                    f"(task {state.task!r}, group {state.group_id}, sample {state.sample_index}): a score of "
-                    "mixed weights is none; nothing may load weights while an evaluation runs"
+                    f"(task {state.task!r}, group {state.group_id}, sample {state.sample_index}): such a "
+                    "score would be of no version; nothing may load weights while an evaluation runs"
                 )
 
 

@@ -1,4 +1,4 @@
-"""JudgeWorker: hosts the judges of all tasks. Owns no state, so a call may be dispatched again anywhere."""
+"""JudgeWorker: hosts the judges of all tasks. It holds no state, so a call may be repeated on any worker."""
 
 from __future__ import annotations
 
@@ -22,10 +22,11 @@ class JudgeWorker(CallBatches):
         self._judges = {task.name: build_judge(task, reward_models) for task in tasks}
 
     def __repr__(self) -> str:
+        """Return the actor's name."""
         return self._name
 
     async def judge(self, states: list[RolloutState]) -> list[float]:
-        """One reward a state, all of one task. Raises JudgeError."""
+        """Return one reward for each state; all are of one task. Raises JudgeError."""
         if not states:
             return []
         return await self._judges[states[0].task].judge(states)

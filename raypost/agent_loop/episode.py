@@ -1,7 +1,7 @@
-"""Episode: one environment at work, plain or asynchronous.
+"""Episode: one environment for one trajectory, plain or asynchronous.
 
 Owns the call to an environment with its deadline, the thread of plain methods, and the end. Owns neither turns
-nor what a failure means (environment.py). Invariant: a plain method never blocks the event loop, and all plain
+nor the consequence of a failure (environment.py). Invariant: a plain method never blocks the event loop, and all plain
 methods of one environment run in the same thread, one after the other.
 """
 
@@ -22,7 +22,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(slots=True, kw_only=True, frozen=True)
 class Observation:
-    """What an environment answers: text, or ids instead, the reward of the turn, and whether it was the last."""
+    """An environment's answer: text, or ids instead, the reward of the turn, and whether it was the last."""
 
     text: str = ""
     ids: IntArray | None = None
@@ -31,15 +31,17 @@ class Observation:
 
 
 class Environment(Protocol):
-    """What is played with. Methods may be coroutine functions. `close()`, if there is one, is called at the
-    end, however it comes."""
+    """What the policy interacts with. Methods may be coroutine functions.
+
+    `close()`, if there is one, is called at the end, also after a failure.
+    """
 
     def reset(self, metadata: dict[str, Any]) -> Observation | Awaitable[Observation]:
-        """Begin with the prompt that has this metadata. What is observed is put behind the prompt."""
+        """Begin with the prompt that has this metadata. The observation follows the prompt."""
         ...
 
     def step(self, action: Any) -> Observation | Awaitable[Observation]:
-        """Answer an action: its text, or its ids where the agent loop was told so."""
+        """Answer an action: its text, or its ids if the agent loop has `action="ids"`."""
         ...
 
 
@@ -53,7 +55,7 @@ class Episode:
         self._timeout_s = timeout_s
 
     async def ask(self, method: str, argument: object) -> Observation:
-        """Call a method; what it answers. Raises TimeoutError, TypeError, and what the environment raises."""
+        """Call a method and return its answer. Raises TimeoutError, TypeError, and what the environment raises."""
         deadline = asyncio.timeout(self._timeout_s)
         try:
             async with deadline:
@@ -67,13 +69,13 @@ class Episode:
         return seen
 
     async def close(self) -> None:
-        """End the environment, if it wants to be told, and its thread."""
+        """Close the environment, if it has `close`, and end its thread."""
         close = getattr(self.environment, "close", None)
         if inspect.iscoroutinefunction(close):
             try:
                 async with asyncio.timeout(self._timeout_s):
                     await close()
-            # A supervision boundary: what was played is safe, whatever happens to the environment afterwards.
+            # A supervision boundary: the trajectory is complete, whatever happens to the environment afterwards.
             except Exception as error:
                 log.warning("an environment's close failed: %r", error)
         elif close is not None:

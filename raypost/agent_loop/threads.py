@@ -1,7 +1,7 @@
 """Threads beside an event loop: SideThread for calls that block it, LoopThread for callers that have none.
 
 Both own one daemon thread. A call that hangs in a SideThread holds up the calls behind it, never the event loop
-and never the end of the process; whoever waits for it has the deadline.
+and never the end of the process; the caller has the deadline.
 """
 
 from __future__ import annotations
@@ -27,14 +27,15 @@ class SideThread:
     """Runs functions that block. Calls that belong together see the same thread."""
 
     def __init__(self, name: str) -> None:
+        """`name`: of the thread, which starts with the first call."""
         self._name = name
         self._calls: SimpleQueue[tuple[Future[Any], Callable[[], Any]] | None] = SimpleQueue()
         self._thread: threading.Thread | None = None
 
     async def call(self, function: Callable[..., Any], *args: Any) -> Any:
-        """What `function(*args)` gives: a coroutine function is awaited here, any other runs in the thread.
+        """Return `function(*args)`: a coroutine function is awaited here, any other runs in the thread.
 
-        Cancelled, a function that runs already goes on to its end unheard.
+        If this is cancelled, a function that runs already goes on to its end, and its result is dropped.
         """
         if inspect.iscoroutinefunction(function):
             return await function(*args)
@@ -42,7 +43,7 @@ class SideThread:
         return await result if inspect.isawaitable(result) else result
 
     def post(self, function: Callable[[], Any]) -> None:
-        """Run `function` after the calls before it; nobody waits. What it raises is logged."""
+        """Run `function` after the calls before it, without waiting. Its errors are logged."""
         self._submit(function).add_done_callback(self._log_failure)
 
     def end(self) -> None:
@@ -66,9 +67,9 @@ class SideThread:
                 continue
             try:
                 future.set_result(function())
-            # A supervision boundary: whatever it raises goes to who waits for the future.
+            # A supervision boundary: any error goes to the caller that waits for the future.
             except BaseException as error:
-                # StopIteration, SystemExit and the like mean something else to who awaits them.
+                # StopIteration, SystemExit and the like would end the coroutine that awaits them.
                 ordinary = isinstance(error, Exception) and not isinstance(error, StopIteration)
                 future.set_exception(error if ordinary else RuntimeError(f"it raised {error!r}"))
             del entry, future, function
@@ -83,6 +84,7 @@ class LoopThread:
     """An event loop in a thread of its own."""
 
     def __init__(self, name: str) -> None:
+        """Start the thread `name`."""
         self._loop = asyncio.new_event_loop()
         self._ended = asyncio.Event()
         self._thread = threading.Thread(target=self._work, name=name, daemon=True)
@@ -93,7 +95,7 @@ class LoopThread:
         return asyncio.run_coroutine_threadsafe(work, self._loop)
 
     def stop(self) -> None:
-        """Cancel whatever still runs in the loop, and end it. What does not end in time is left behind."""
+        """Cancel the tasks in the loop, and end it. A task that does not end in time is left behind."""
         self._loop.call_soon_threadsafe(self._ended.set)
         self._thread.join(STOP_S)
         if self._thread.is_alive():

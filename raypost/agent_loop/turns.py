@@ -1,9 +1,9 @@
 """Turns: how a trajectory of several turns is recorded.
 
 Owns the boundaries and rewards of turns, kept as plain data in `RolloutState.metadata` so that they travel and
-are journaled with the trajectory. Owns no play (environment.py). Invariants: an observation's tokens have mask
-False, logprob 0 and version NO_VERSION. A trajectory that was reset keeps its record until it is played again:
-without tokens it means nothing.
+are journaled with the trajectory. The order of turns is environment.py's. Invariants: an observation's tokens have mask
+False, logprob 0 and version NO_VERSION. A trajectory that was reset keeps its record until it runs again: without
+tokens the record means nothing.
 """
 
 from __future__ import annotations
@@ -31,18 +31,18 @@ class Turn:
 
 
 def recorded_turns(state: RolloutState) -> list[Turn]:
-    """The turns so far, without an action that has no answer yet."""
+    """Return the turns so far, without an action that has no answer yet."""
     return [Turn(**record) for record in state.metadata.get(TURNS, [])]
 
 
 def turns_of(state: RolloutState) -> list[Turn]:
-    """The turns of a finished trajectory; one without a record is a single turn."""
+    """Return the turns of a finished trajectory; one without a record is a single turn."""
     whole = Turn(0, state.num_tokens, state.num_tokens, state.reward or 0.0, done=True)
     return recorded_turns(state) or [whole]
 
 
 def open_action(state: RolloutState, turns: list[Turn]) -> int:
-    """Where the action starts that follows the last observation."""
+    """Return where the action starts that follows the last observation."""
     observed = np.flatnonzero(~state.response_mask)
     return max(turns[-1].next if turns else 0, int(observed[-1]) + 1 if len(observed) else 0)
 

@@ -1,7 +1,6 @@
 """Judges that ask a reward model, and what a reward model reads.
 
-Owns the text that is scored, its tokens and what a failure becomes. Owns no model: whoever gives the judge one hosts
-it.
+Owns the text that is scored, its tokens and the error of a failure. Owns no model: the judge is given one.
 
     prompt, response -> conversation in the reward model's own chat template -> its own tokens -> score
                         (one after the other, where its tokenizer has no template)
@@ -27,26 +26,27 @@ from raypost.errors import ConfigError, JudgeError, RaypostError
 from raypost.types import IntArray, RolloutState
 
 _KIND = "ForSequenceClassification"
-"""How Transformers calls the architectures of sequence classifiers."""
+"""Ending of the names of sequence classifiers in Transformers."""
 
 
 class RewardModel(Protocol):
     """A model that scores one response at a time; many are asked at once."""
 
     async def score(self, prompt: str, response: str) -> float:
-        """How good the response is. Raises RaypostError if it cannot be scored."""
+        """Return how good the response is. Raises RaypostError if it cannot be scored."""
         ...
 
 
 class RewardModelJudge:
-    """The reward is what a reward model says about the task's prompt and the response."""
+    """Gives the score of a reward model for the task's prompt and the response."""
 
     def __init__(self, model: RewardModel, task: TaskConfig) -> None:
+        """`task`: its prompt template makes the prompt that the model reads."""
         self._model = model
         self._task = task
 
     async def judge(self, states: list[RolloutState]) -> list[float]:
-        """One score per state. Raises JudgeError naming the first that has none."""
+        """Return one score for each state. Raises JudgeError naming the first without one."""
         scores = await asyncio.gather(*map(self._score, states), return_exceptions=True)
         for score in scores:
             if isinstance(score, BaseException):
@@ -71,21 +71,25 @@ class RewardModelJudge:
 
 
 class RewardModelInput:
-    """How a prompt and a response become what one reward model reads."""
+    """Turns a prompt and a response into the tokens that one reward model reads."""
 
     def __init__(self, tokenizer: Tokenizer, max_tokens: int, pad_id: int | None = None) -> None:
+        """`pad_id`: the model's padding token, of which none may end the input."""
         self._tokenizer = tokenizer
         self._max_tokens = max_tokens
         self._pad_id = pad_id
 
     @classmethod
     def load(cls, folder: Path | str, max_tokens: int) -> RewardModelInput:
-        """Of the model in a Hugging Face folder. Raises ConfigError without a tokenizer."""
+        """Load the tokenizer of the model in a Hugging Face folder. Raises ConfigError without one."""
         return cls(Tokenizer.load(folder), max_tokens, _read_config(Path(folder)).get("pad_token_id"))
 
     def ids(self, prompt: str, response: str) -> IntArray:
-        """Token ids. Raises JudgeError when there are none or more than `max_tokens`, and ConfigError when the chat
-        template refuses the conversation."""
+        """Return token ids.
+
+        Raises JudgeError when there are none or more than `max_tokens`, and ConfigError when the chat template
+        refuses the conversation.
+        """
         if self._tokenizer.has_chat_template:
             messages = [{"role": "user", "content": prompt}, {"role": "assistant", "content": response}]
             text = self._tokenizer.chat(messages, add_generation_prompt=False)
@@ -103,7 +107,7 @@ class RewardModelInput:
         return ids
 
     def _without_padding(self, ids: IntArray) -> IntArray:
-        """Transformers reads the score at the last token that is no padding; engines read it at the last one."""
+        """Cut padding off: Transformers reads the score at the last token before it, engines at the very last."""
         if self._pad_id is None:
             return ids
         kept = np.flatnonzero(ids != self._pad_id)
@@ -111,8 +115,10 @@ class RewardModelInput:
 
 
 def check_reward_model(model: RewardModelConfig, folder: Path) -> None:
-    """Raises ConfigError unless the model in `folder` can be `model`: a sequence classifier with one output that reads
-    so many tokens."""
+    """Check that the model in `folder` is a sequence classifier with one output that reads `max_model_len` tokens.
+
+    Raises ConfigError.
+    """
     where, config = f"reward_models {model.name!r}: {folder}", _read_config(folder)
     architectures = config.get("architectures") or []
     if not any(name.endswith(_KIND) for name in architectures):

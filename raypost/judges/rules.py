@@ -25,37 +25,37 @@ Scorer = Callable[[str, dict[str, Any]], float]
 
 
 class RuleJudge:
-    """Extracts each response's answer and scores it."""
+    """Extracts the answer from each response and scores it."""
 
     def __init__(self, scorer: Scorer, answer_pattern: str | None = None) -> None:
+        """`answer_pattern`: as in JudgeConfig."""
         self._scorer = scorer
         self._pattern = None if answer_pattern is None else re.compile(answer_pattern)
 
     async def judge(self, states: list[RolloutState]) -> list[float]:
-        """One score per state. Raises JudgeError naming the group whose scoring failed."""
+        """Return one score for each state. Raises JudgeError naming the group whose scoring failed."""
         return [self._score(state) for state in states]
 
     def _score(self, state: RolloutState) -> float:
         answer = extract_answer(state.response_text, self._pattern)
         if not answer:
             return 0.0
+        who = f"task {state.task!r}, group {state.group_id}, sample {state.sample_index}"
         try:
             score = float(self._scorer(answer, state.metadata))
-        except Exception as error:  # a scorer is foreign code: whatever it raises, this group has no reward
+        except Exception as error:  # a scorer is foreign code: after any error this group has no reward
             raise JudgeError(
-                f"task {state.task!r}, group {state.group_id}, sample {state.sample_index}: the scorer failed on "
-                f"answer {answer!r:.80}: {type(error).__name__}: {error}"
+                f"{who}: the scorer failed on answer {answer!r:.80}: {type(error).__name__}: {error}"
             ) from error
         if not math.isfinite(score):
             raise JudgeError(
-                f"task {state.task!r}, group {state.group_id}, sample {state.sample_index}: the scorer gave {score} "
-                f"for answer {answer!r:.80}; a score must be finite"
+                f"{who}: the scorer gave {score} for answer {answer!r:.80}; a score must be finite"
             )
         return score
 
 
 def extract_answer(response: str, pattern: re.Pattern[str] | None) -> str | None:
-    """First group of the pattern's last match, or the whole response without a pattern; None if no match."""
+    """Return the first group of the pattern's last match, None without one; the whole response without a pattern."""
     if pattern is None:
         return response.strip()
     matches = list(pattern.finditer(response))
@@ -63,7 +63,7 @@ def extract_answer(response: str, pattern: re.Pattern[str] | None) -> str | None
 
 
 def build_judge(task: TaskConfig, reward_models: Mapping[str, RewardModel] | None = None) -> Judge:
-    """The judge of `task`. Raises ConfigError for a reasoning-gym dataset or a reward model that does not exist."""
+    """Return the judge of `task`. Raises ConfigError for an unknown reasoning-gym dataset or reward model."""
     judge: JudgeConfig = task.judge
     if judge.kind == "reward_model":
         model = (reward_models or {}).get(judge.reward_model or "")

@@ -127,7 +127,7 @@ def _scored(prompt: Sequence[float | None]) -> list[float]:
 
 
 def over_tasks(estimates: Sequence[Estimate]) -> Estimate:
-    """The mean over all prompts of all tasks, each task's own interval carried over.
+    """Return the mean over all prompts of all tasks, with the interval that follows from each task's own.
 
     Bounds by MOVER: each task's distance to its bound, weighted by its share of prompts, adds in squares. Zou and
     Donner 2008, Statistics in Medicine 27, 1693. None if a task has none. Raises ValueError if empty.
@@ -149,7 +149,7 @@ def over_tasks(estimates: Sequence[Estimate]) -> Estimate:
 
 
 def _rate(chances: Sequence[float], num_trials: float, confidence: float) -> Estimate:
-    """The mean of values in [0, 1], one a prompt, with Wilson's interval.
+    """Return the mean of values in [0, 1], one a prompt, with Wilson's interval.
 
     Of one response a prompt, every prompt is a trial. Of several, the number of trials is that which would vary as
     the prompts' mean does, made smaller for having been estimated from few prompts (Korn and Graubard 1998, Survey

@@ -23,6 +23,6 @@ class FailingRank:
             threading.Event().wait(2 if step == 1 else 20)
         return {}
 
-    @ray.method(concurrency_group="control")
+    @ray.method(concurrency_group="control")  # type: ignore[untyped-decorator]  # of Ray
     def close(self) -> None:
         pass

@@ -130,7 +130,8 @@ class Bench:
         for version in set(result.policy_versions.tolist()):
             chosen = result.policy_versions == version
             expected[chosen] = expected_logprobs(self.history[version], ids)[len(PROMPT) - 1 :][chosen]
-        return np.abs(expected - result.logprobs)
+        distance: FloatArray = np.abs(expected - result.logprobs)
+        return distance
 
 
 @contextlib.asynccontextmanager

@@ -61,15 +61,24 @@ class Pool:
         return group
 
     def finish(self, state: RolloutState, version: int) -> None:
-        state.append_segment(np.arange(3), np.zeros(3), np.full(3, version))
-        state.status, state.reward, state.worker = Status.COMPLETED, float(self.is_right(state)), "rollout-0"
+        state.append_segment(
+            np.arange(3, dtype=np.int32), np.zeros(3, np.float32), np.full(3, version, np.int32)
+        )
+        state.status = Status.COMPLETED
+        state.reward = float(self.is_right(state))
+        state.worker = "rollout-0"
+
+    async def interrupt(self) -> None:
+        """Nothing is judged here."""
 
 
 def evaluator(folder: Path, pool: Pool, **options: object) -> Evaluator:
     return Evaluator(eval_config(**options), str(write_tokenizer(folder)), pool, pool)
 
 
-async def test_every_held_out_problem_is_scored_with_priority_and_the_pool_is_closed_again(tmp_path):
+async def test_every_held_out_problem_is_scored_with_priority_and_the_pool_is_closed_again(
+    tmp_path: Path,
+) -> None:
     pool = Pool(lambda state: state.task == "sums" or state.sample_index == 0)
     own = evaluator(tmp_path, pool)
     for version in (0, 3):
@@ -86,10 +95,12 @@ async def test_every_held_out_problem_is_scored_with_priority_and_the_pool_is_cl
     assert [span.kind for span in await own.drain_spans()] == ["evaluate"]
 
 
-async def test_a_token_of_another_version_is_an_error_and_no_score(tmp_path):
-    pool = Pool()
-    finish = pool.finish
-    pool.finish = lambda state, version: finish(state, version - (state.task == "products"))
+async def test_a_token_of_another_version_is_an_error_and_no_score(tmp_path: Path) -> None:
+    class Mixed(Pool):
+        def finish(self, state: RolloutState, version: int) -> None:
+            super().finish(state, version - (state.task == "products"))
+
+    pool = Mixed()
     with pytest.raises(
         StaleWeightsError, match=r"version 4 got tokens of version 3 from rollout-0 .*'products'"
     ):
@@ -97,18 +108,18 @@ async def test_a_token_of_another_version_is_an_error_and_no_score(tmp_path):
     assert pool.calls[-1] == "pause"
 
 
-async def test_tokens_that_no_policy_made_are_no_other_version(tmp_path):
-    pool = Pool()
+async def test_tokens_that_no_policy_made_are_no_other_version(tmp_path: Path) -> None:
+    class Observing(Pool):
+        def finish(self, state: RolloutState, version: int) -> None:
+            versions, mask = np.asarray([version, -1], np.int32), np.asarray([True, False])
+            state.append_segment(np.arange(2, dtype=np.int32), np.zeros(2, np.float32), versions, mask)
+            state.status, state.reward = Status.COMPLETED, 1.0
 
-    def finish(state: RolloutState, version: int) -> None:
-        state.append_segment(np.arange(2), np.zeros(2), np.asarray([version, -1]), np.asarray([True, False]))
-        state.status, state.reward = Status.COMPLETED, 1.0
-
-    pool.finish = finish
+    pool = Observing()
     assert (await evaluator(tmp_path, pool).evaluate(2))["held_out"] == 1.0
 
 
-async def test_a_late_evaluation_names_the_groups_it_waits_for_and_closes_the_pool(tmp_path):
+async def test_a_late_evaluation_names_the_groups_it_waits_for_and_closes_the_pool(tmp_path: Path) -> None:
     pool = Pool()
     pool.wait.clear()
     own = evaluator(tmp_path, pool, timeout_s=0.05)
@@ -121,7 +132,7 @@ async def test_a_late_evaluation_names_the_groups_it_waits_for_and_closes_the_po
     assert (await own.evaluate(2))["held_out"] == 1.0, "what was late is forgotten"
 
 
-async def test_one_evaluation_at_a_time(tmp_path):
+async def test_one_evaluation_at_a_time(tmp_path: Path) -> None:
     pool = Pool()
     pool.wait.clear()
     own = evaluator(tmp_path, pool)
@@ -134,26 +145,26 @@ async def test_one_evaluation_at_a_time(tmp_path):
     assert pool.calls == ["resume 1", "pause"], "the refused one touched nothing"
 
 
-async def test_interrupted_groups_run_again_and_what_never_ends_is_counted_as_failed(tmp_path):
-    pool, tries = Pool(), dict[tuple[str, int], int]()
-    run = pool.run
+async def test_interrupted_groups_run_again_and_what_never_ends_is_counted_as_failed(tmp_path: Path) -> None:
+    tries: dict[tuple[str, int], int] = {}
 
-    async def interrupted(group: Group) -> Group:
-        tries[group.key] = tries.get(group.key, 0) + 1
-        if group.group_id == 0 or (group.group_id == 1 and tries[group.key] < 3):
-            group.states[0].status = Status.ABORTED
-            return group
-        for state in group.states:
-            state.status = Status.INIT
-        return await run(group)
+    class Interrupted(Pool):
+        async def run(self, group: Group) -> Group:
+            tries[group.key] = tries.get(group.key, 0) + 1
+            if group.group_id == 0 or (group.group_id == 1 and tries[group.key] < 3):
+                group.states[0].status = Status.ABORTED
+                return group
+            for state in group.states:
+                state.status = Status.INIT
+            return await super().run(group)
 
-    pool.run = interrupted
+    pool = Interrupted()
     scores = await evaluator(tmp_path, pool).evaluate(1)
     assert tries["sums", 0] == 5 and tries["sums", 1] == 3 and tries["sums", 2] == 1
     assert scores["eval_failed"] == 4 and scores["held_out"] == 1.0
 
 
-async def test_what_breaks_under_it_is_raised_at_once_and_the_pool_is_closed(tmp_path):
+async def test_what_breaks_under_it_is_raised_at_once_and_the_pool_is_closed(tmp_path: Path) -> None:
     pool = Pool()
     pool.broken = ValueError("a bug")
     with pytest.raises(ValueError, match="a bug"):
@@ -161,5 +172,5 @@ async def test_what_breaks_under_it_is_raised_at_once_and_the_pool_is_closed(tmp
     assert pool.calls == ["resume 1", "pause"]
 
 
-async def test_switched_off_it_has_no_problems(tmp_path):
+async def test_switched_off_it_has_no_problems(tmp_path: Path) -> None:
     assert await evaluator(tmp_path, Pool(), num_prompts=0).evaluate(1) == {"eval_failed": 0.0}

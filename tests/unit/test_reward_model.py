@@ -244,14 +244,14 @@ def test_reward_model_and_reference_on_engines_of_their_own_are_accepted() -> No
 def test_judge_and_reward_models_that_do_not_fit_are_refused(
     judge: dict[str, str], models: int | None, part: str
 ) -> None:
-    raw = GOOD | {"tasks": [GOOD["tasks"][0] | {"judge": judge}]}  # type: ignore[index]
-    raw["reward_models"] = GOOD["reward_models"] * (models or 1)  # type: ignore[operator]
+    raw = GOOD | {"tasks": [GOOD["tasks"][0] | {"judge": judge}]}
+    raw["reward_models"] = GOOD["reward_models"] * (models or 1)
     with pytest.raises(ConfigError) as error:
         parse_config(raw)
     assert part in str(error.value)
 
 
 def test_reference_that_no_loss_asks_for_is_refused() -> None:
-    raw = GOOD | {"train": GOOD["train"] | {"loss": {"kl": {"pool": {"name": "ref"}}}}}  # type: ignore[operator]
+    raw = GOOD | {"train": GOOD["train"] | {"loss": {"kl": {"pool": {"name": "ref"}}}}}
     with pytest.raises(ConfigError, match=r"kl\.pool is 'ref', but kl\.coefficient is 0"):
         parse_config(raw)
