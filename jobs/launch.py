@@ -25,7 +25,7 @@ from ray.util.placement_group import PlacementGroup, remove_placement_group
 from actors import placement
 from actors.agent_loop import MANY, AgentLoopPool, AgentLoopWorker
 from actors.evaluator import Evaluator
-from actors.frozen.reference import ReferenceGroup, ReferenceWorker, reference_engine
+from actors.frozen.reference import ReferenceGroup, ReferenceWorker
 from actors.frozen.reward_model import RewardModelPool, RewardModelWorker, reward_engine
 from actors.judge import JudgeWorker
 from actors.producer import ProducerActor
@@ -126,17 +126,13 @@ class Launcher:
         """Return the pool of the rollout workers, or of those that are evaluation's own; not started yet."""
         cfg = self.cfg
         name = EVALUATION if evaluation else PRODUCTION
-        ranks = {pool.name: pool.tensor_parallel_size for pool in cfg.rollout.pools}
-        if cfg.eval.pool is not None:
-            ranks[cfg.eval.pool.name] = cfg.eval.pool.tensor_parallel_size
+        pools = {pool.name: pool for pool in (*cfg.rollout.pools, cfg.eval.pool) if pool is not None}
         workers = {
             bundle.name: self._add(
                 RolloutWorker,
                 bundle.name,
                 self.models.policy,
-                EngineConfig.of(
-                    cfg, tensor_parallel_size=ranks.get(bundle.pool, cfg.rollout.tensor_parallel_size)
-                ),
+                EngineConfig.of(cfg, pools.get(bundle.pool)),
                 n,
                 name=bundle.name,
                 resources=bundle.resources,
@@ -205,7 +201,7 @@ class Launcher:
         cfg = self.cfg
         if cfg.train.loss.kl.pool is None:
             return None
-        engine = reference_engine(cfg, cfg.train.loss.kl.pool)
+        engine = EngineConfig.of(cfg, cfg.train.loss.kl.pool)
         workers = [
             self._frozen(ReferenceWorker, bundle, self.models.policy, engine, cfg)
             for bundle in self._bundles("reference_worker")

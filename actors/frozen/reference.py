@@ -19,7 +19,6 @@ import heapq
 import itertools
 import logging
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -29,7 +28,7 @@ from ray.actor import ActorHandle
 from actors.engine.life import EngineInfo
 from actors.frozen.worker import FrozenWorker
 from actors.remote import ACTOR_ERRORS, within
-from raypost.config import Config, PoolConfig
+from raypost.config import Config
 from raypost.config.engine import EngineConfig
 from raypost.errors import RaypostError
 from raypost.packed import PackedGroups
@@ -38,12 +37,6 @@ from raypost.trainer.batch.train_batch import Column, Limits, Sample, plan_batch
 from raypost.types import FloatArray, Span
 
 log = logging.getLogger(__name__)
-
-
-def reference_engine(config: Config, pool: PoolConfig) -> EngineConfig:
-    """Return the settings of the reference's engines; what the pool does not set is as in `rollout`."""
-    engine = EngineConfig.of(config, tensor_parallel_size=pool.tensor_parallel_size)
-    return replace(engine, sleep_mode=False)
 
 
 class ReferenceWorker(FrozenWorker):

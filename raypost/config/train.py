@@ -1,4 +1,4 @@
-"""The configuration of the trainer: its ranks, its steps and its algorithm. Part of config.py's schema."""
+"""The configuration of the trainer: its ranks, its steps and its optimizer."""
 
 from __future__ import annotations
 
@@ -7,79 +7,88 @@ from typing import Annotated, Literal
 from pydantic import Field, model_validator
 
 from raypost.config.algorithm import AdvantageConfig, CorrectionConfig, LossConfig, SftConfig
-from raypost.config.resources import ConfigModel, WorkerPoolConfig
+from raypost.config.resources import ConfigModel, RankPoolConfig
 
 
-class CriticConfig(WorkerPoolConfig):
+class CriticConfig(RankPoolConfig):
     """The critic: a model with a value head, trained beside the policy by a trainer group of its own."""
 
     name: str | None = None
     """A local Hugging Face folder or a hub id; null: what the policy starts from."""
-    zero_stage: Annotated[int, Field(ge=0, le=3)] = 1
     learning_rate: Annotated[float, Field(gt=0)] = 1e-5
+    """Highest learning rate of the critic's optimizer; it follows `train.lr_schedule`."""
 
 
 class LoraConfig(ConfigModel):
     """Low-rank adapters: all that is trained of a model that stays as it is otherwise."""
 
     rank: Annotated[int, Field(ge=1)] = 16
+    """Rank of the two factors of each adapter."""
     alpha: Annotated[int, Field(ge=1)] = 32
-    """Adapters add alpha / rank times their product."""
+    """Scale: an adapter adds alpha / rank times the product of its factors."""
     target_modules: Literal["all-linear"] | tuple[str, ...] = "all-linear"
-    """Ends of the names of the layers that are adapted; all-linear: all but the head."""
+    """Last parts of the names of the layers that get an adapter, such as q_proj. all-linear: all linear layers but
+    the head."""
     sync: Literal["adapter", "merged"] = "adapter"
-    """adapter: what a sync sends is the adapters, and engines add them to the weights they hold. merged: whole
-    weights, adapters added by the trainer."""
+    """What a weight sync sends. adapter: the adapters, which engines add to the weights they hold. merged: whole
+    weights, to which the trainer has added the adapters."""
 
 
-class TrainConfig(WorkerPoolConfig):
+class TrainConfig(RankPoolConfig):
     """The trainer group and the optimisation."""
 
     num_steps: Annotated[int, Field(ge=1)]
+    """Train steps of the run. A finished run is continued by raising this."""
     batch_size: Annotated[int, Field(ge=1)]
-    """Groups a train step, over all tasks."""
-    threads: Annotated[int, Field(ge=1)] = 1
-    """Compute threads of a rank on CPU."""
-    zero_stage: Annotated[int, Field(ge=0, le=3)] = 1
+    """Groups (prompts with their trajectories) in the batch of a train step, over all tasks."""
     micro_batch_tokens: Annotated[int, Field(ge=1)] = 8192
-    """Upper bound of tokens in one forward pass, padding included."""
+    """Most tokens of one forward pass, padding included."""
     packing: bool = True
-    """Put many trajectories into one row without padding. What it computes is compared with single sequences at the
-    start; false for a model that cannot."""
+    """Put many trajectories into one row without padding. The logprobs are compared with those of single sequences at
+    the start; set it to false for a model that fails this check."""
     share_prompts: Literal["auto", "off"] = "auto"
-    """auto: a prompt is computed once for the trajectories of a group where that takes less time; needs packing."""
+    """Whether a prompt is computed once for all trajectories of its group. auto: where this takes less time, and
+    `packing` is on. off: never."""
     logits_mb: Annotated[int, Field(ge=1)] = 512
-    """Upper bound of the logits that exist at a time, MiB of float32; what needs more is computed in chunks, and
-    again in the backward pass."""
+    """Most memory for logits at a time, MiB of float32; more are computed in chunks, and again in the backward
+    pass."""
     num_minibatches: Annotated[int, Field(ge=1)] = 1
-    """Optimizer steps a batch is split into; 1 is a single step on the whole batch."""
+    """Parts of a batch with an optimizer step each; 1: a single step on the whole batch."""
     num_epochs: Annotated[int, Field(ge=1)] = 1
-    """Times a train step goes over its batch."""
+    """Times that a train step goes over its batch."""
     advantage: AdvantageConfig = AdvantageConfig()
+    """How advantages come from rewards."""
     loss: LossConfig = LossConfig()
+    """What the policy minimises."""
     correction: CorrectionConfig = CorrectionConfig()
+    """How data of older policies, and of engines that round differently, is corrected."""
     critic: CriticConfig | None = None
-    """Needed by, and only used with, the advantage `gae`."""
+    """The critic, which the advantage `gae` needs; null: none."""
     lora: LoraConfig | None = None
     """Train adapters of the policy only; null: train all of it."""
     sft: SftConfig | None = None
     """Supervised examples that every train step learns beside its batch; null: none."""
     ema_decay: Annotated[float, Field(gt=0, lt=1)] | None = None
-    """Keep an exponential moving average of the policy's weights, updated at each train step, and save it too; null:
-    none."""
+    """Decay per train step of an exponential moving average of the policy's weights, which is saved beside them; null:
+    no average."""
     offload_optimizer: bool = False
     """Keep the optimizer's state, and compute its step, on the CPU: less GPU memory, more time."""
     learning_rate: Annotated[float, Field(gt=0)] = 1e-6
+    """Highest learning rate of the policy's optimizer (AdamW)."""
     lr_schedule: Literal["constant", "linear", "cosine"] = "constant"
+    """Course of the learning rate after the warm-up: constant, or falling to 0 after the last train step."""
     warmup_steps: Annotated[int, Field(ge=0)] = 0
+    """Train steps in which the learning rate rises linearly from 0."""
     weight_decay: Annotated[float, Field(ge=0)] = 0.0
-    """Of matrices; biases and the weights of norms never decay."""
+    """Decoupled weight decay of matrices; biases and the weights of norms never decay."""
     max_grad_norm: Annotated[float, Field(gt=0)] = 1.0
+    """Norm that the gradient is clipped to."""
     gradient_checkpointing: bool = False
+    """Compute activations again in the backward pass instead of keeping them: less memory, more time."""
     bucket_mb: Annotated[int, Field(ge=1)] = 256
-    """Size of a weight bucket in the object store, MiB."""
+    """Size of the buckets in which weights are gathered and sent, MiB."""
     step_timeout_s: Annotated[float, Field(gt=0)] = 1800
-    """Longest time a train step, a publication of weights or a checkpoint may take."""
+    """Longest time that a train step, a publication of weights or a checkpoint may take, seconds."""
 
     @model_validator(mode="after")
     def _critic_is_used(self) -> TrainConfig:

@@ -24,7 +24,7 @@ from raypost.errors import ConfigError
 from raypost.judges.reward_model import check_reward_model
 from raypost.models import tiny
 from raypost.models.resolve import SMOLLM2, TINY, check_model
-from raypost.plan.cluster import engine_sections
+from raypost.plan.cluster import engine_pools
 from raypost.trainer.batch.sft import check_examples
 
 CONFIG_FILE = "config.yaml"
@@ -51,7 +51,7 @@ def model_problems(config: Config) -> list[str]:
         problems += [
             f"{place}.tensor_parallel_size is {of.tensor_parallel_size}, but device is cpu, where an engine is one "
             "process: use 1"
-            for place, of in engine_sections(config).items()
+            for place, of in engine_pools(config).items()
             if of.tensor_parallel_size > 1
         ]
     if config.model.name == TINY:

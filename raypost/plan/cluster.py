@@ -181,7 +181,7 @@ def shared_devices(config: Config) -> list[dict[str, float]]:
 def name_problems(config: Config) -> list[str]:
     """Return what is wrong with the names of custom resources and pools."""
     problems = []
-    for section, of in _sections(config).items():
+    for section, of in {**engine_pools(config), **rank_pools(config)}.items():
         for name in of.resources:
             if name in _OWN_FIELDS:
                 own = _OWN_FIELDS[name]
@@ -193,21 +193,22 @@ def name_problems(config: Config) -> list[str]:
     return problems
 
 
-def engine_sections(config: Config) -> dict[str, EnginePoolConfig]:
-    """Where the configuration describes engines, by the place of that part."""
-    pools: dict[str, PoolConfig | None] = {
+def engine_pools(config: Config) -> dict[str, EnginePoolConfig]:
+    """Return what the configuration says of engines, by its place."""
+    pools: dict[str, EnginePoolConfig | None] = {
+        "rollout": config.rollout,
         **{f"rollout.pools.{n}": pool for n, pool in enumerate(config.rollout.pools)},
         **{f"reward_models.{n}": model for n, model in enumerate(config.reward_models)},
         "eval.pool": config.eval.pool,
         "train.loss.kl.pool": config.train.loss.kl.pool,
     }
-    return {"rollout": config.rollout} | {place: pool for place, pool in pools.items() if pool is not None}
+    return {place: pool for place, pool in pools.items() if pool is not None}
 
 
-def _sections(config: Config) -> dict[str, WorkerPoolConfig]:
-    """Where the configuration asks for resources, by the place of that part."""
-    critic = {} if config.train.critic is None else {"train.critic": config.train.critic}
-    return {**engine_sections(config), "train": config.train, **critic}
+def rank_pools(config: Config) -> dict[str, WorkerPoolConfig]:
+    """Return what the configuration says of trainer ranks, by its place."""
+    critic = config.train.critic
+    return {"train": config.train} | ({} if critic is None else {"train.critic": critic})
 
 
 def shortages(config: Config, cluster: ClusterResources) -> list[str]:

@@ -25,8 +25,10 @@ from raypost.plan.cluster import (
     ClusterResources,
     bundles,
     describe,
+    engine_pools,
     name_problems,
     place,
+    rank_pools,
     shortages,
 )
 from raypost.plan.schedule import (
@@ -195,8 +197,8 @@ def _cluster_warnings(
         warnings.append(
             f"resources suffice in sum, but {', '.join(homeless)} may find no node with enough left"
         )
-    rollout, train = config.rollout, config.train
-    of_engines, of_ranks = rollout.num_engines * rollout.threads, train.num_workers * train.threads
+    of_engines = sum(pool.num_workers * pool.threads for pool in engine_pools(config).values())
+    of_ranks = sum(ranks.num_workers * ranks.threads for ranks in rank_pools(config).values())
     taking_turns = config.placement == "colocate"
     threads = max(of_engines, of_ranks) if taking_turns else of_engines + of_ranks
     if config.device == "cpu" and threads > cluster.total("CPU"):

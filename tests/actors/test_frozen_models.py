@@ -14,7 +14,7 @@ import ray
 import torch
 from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM, LlamaForSequenceClassification
 
-from actors.frozen.reference import ReferenceGroup, ReferenceWorker, reference_engine, share
+from actors.frozen.reference import ReferenceGroup, ReferenceWorker, share
 from actors.frozen.reward_model import RewardModelPool, RewardModelWorker, reward_engine
 from actors.judge import JudgeWorker
 from actors.placement import spawn
@@ -22,6 +22,7 @@ from actors.remote import Remote
 from actors.training.group import TrainerGroup
 from actors.training.worker import CONCURRENCY_GROUPS, TrainerWorker
 from raypost.config import AdvantageConfig, Config
+from raypost.config.engine import EngineConfig
 from raypost.errors import JudgeError, RaypostError
 from raypost.packed import PackedGroups, pack_groups
 from raypost.trainer.batch.train_batch import Column, plan_batch
@@ -59,7 +60,7 @@ def frozen_config(folder: Path, **kl: object) -> Config:
         train={"num_steps": 9, "batch_size": 4, "learning_rate": 1e-3, "micro_batch_tokens": 512, "logits_mb": 1,
                "num_minibatches": 2, "step_timeout_s": 90, "loss": {"kl": {"coefficient": 0.1} | kl}},
         rollout={"max_num_seqs": 8, "kv_cache_gb": 0.1},
-        reward_models=[{"name": "tutor", "model": str(folder), "max_model_len": 128, "kv_cache_gb": 0.1}],
+        reward_models=[{"name": "tutor", "model": str(folder), "max_model_len": 128}],
     )  # fmt: skip
 
 
@@ -192,7 +193,7 @@ async def test_reference_on_engines_gives_the_column_and_the_step_that_the_train
     config = frozen_config(tmp_path, pool={"name": "ref", "num_workers": 2})
     pool = config.train.loss.kl.pool
     assert pool is not None
-    engine = reference_engine(config, pool)
+    engine = EngineConfig.of(config, pool)
     workers = [
         spawn(
             ReferenceWorker, name, str(tmp_path), engine, config, name=name, max_restarts=-1, env=settings()
