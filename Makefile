@@ -21,6 +21,8 @@ VENV := .venv
 BIN := $(VENV)/bin
 LOCK := requirements-cpu.lock
 INSTALLED := $(VENV)/installed.lock
+# State machines run hundreds of short histories: measuring them nearly triples their time.
+STATEFUL := tests/unit/test_producer_invariants.py $(wildcard tests/unit/test_*_stateful.py)
 CONFIG = $(if $(filter %.yaml,$(RECIPE)),$(RECIPE),jobs/recipes/$(RECIPE).yaml)
 
 help:  ## list the targets
@@ -29,8 +31,9 @@ help:  ## list the targets
 run: $(INSTALLED)  ## train on this machine: RECIPE=quickstart ARGS="train.num_steps=5"
 	@exec $(BIN)/python -m jobs.run --config $(CONFIG) $(ARGS)
 
-test: $(INSTALLED)  ## unit tests, actor tests, end-to-end tests
-	$(BIN)/python -m pytest $(PYTEST_ARGS) tests/unit tests/test_layers.py
+test: $(INSTALLED)  ## unit tests (with their coverage), actor tests, end-to-end tests
+	$(BIN)/python -m pytest $(PYTEST_ARGS) --cov --cov-report=term $(STATEFUL:%=--ignore=%) tests/unit
+	$(BIN)/python -m pytest $(PYTEST_ARGS) $(STATEFUL) tests/test_layers.py
 	$(BIN)/python -m pytest $(PYTEST_ARGS) tests/peers
 	$(BIN)/python -m pytest $(PYTEST_ARGS) tests/actors
 	$(BIN)/python -m pytest $(PYTEST_ARGS) tests/jobs
