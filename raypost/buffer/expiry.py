@@ -1,7 +1,7 @@
-"""Expiry: what the limits of the tasks mean for groups in columnar form.
+"""Expiry: what the staleness limits of the tasks mean for groups in columnar form.
 
-Owns no group and no arithmetic on versions (staleness.py). Nothing here changes what it is given, but for
-`mask`, which works on a batch that belongs to its caller.
+Owns no group and no arithmetic on versions (staleness.py). Nothing here changes its arguments, but for `mask`,
+which works on a batch that belongs to its caller.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Iterator
 import numpy as np
 from numpy.typing import NDArray
 
-from raypost.buffer.blocks import Block, Record
+from raypost.buffer.status_index import StoredGroup
 from raypost.errors import ConfigError
 from raypost.packed import PackedGroups, group_nbytes, group_starts, pack_groups, unpack_groups
 from raypost.protocols import TaskLimits
@@ -27,7 +27,7 @@ from raypost.types import Status
 
 
 class Expiry:
-    """The limits of all tasks, at work."""
+    """The limits of all tasks, applied."""
 
     def __init__(self, limits: dict[str, TaskLimits]) -> None:
         """Raises ConfigError for a task that would keep groups that nobody ever generates again."""
@@ -39,44 +39,39 @@ class Expiry:
                 )
         self._limits = dict(limits)
 
+    @property
+    def tasks(self) -> list[str]:
+        """All tasks."""
+        return list(self._limits)
+
     def limits_of(self, task: str) -> TaskLimits:
-        """Raises ConfigError for a task that is not known."""
+        """Return the limits of a task. Raises ConfigError for an unknown one."""
         if task not in self._limits:
             raise ConfigError(f"the buffer knows no task {task!r}, only {sorted(self._limits)}")
         return self._limits[task]
 
-    def records(self, block: Block, statuses: Iterable[Status]) -> Iterator[Record]:
-        """Records of all groups of a block, not held by it yet; their sequence is to be set."""
-        packed = block.packed
+    def facts(self, packed: PackedGroups) -> Iterator[tuple[int, int, int]]:
+        """Yield `oldest`, `expires_at` and `nbytes` of every group, as StoredGroup has them."""
         if not packed.num_groups:
-            return
+            return iter(())
         starts = group_starts(packed)
         oldest, expires = (np.minimum.reduceat(one, starts).tolist() for one in self._ages(packed))
-        facts = zip(packed.keys, group_nbytes(packed).tolist(), statuses, oldest, expires, strict=True)
-        for index, (key, nbytes, status, oldest_version, expires_at) in enumerate(facts):
-            yield Record(key, block, index, nbytes, status, 0, oldest_version, expires_at)
+        return zip(oldest, expires, group_nbytes(packed).tolist(), strict=True)
 
-    def record(self, alone: PackedGroups, status: Status, sequence: int) -> Record:
-        """The record of a single group, which is a block of its own."""
-        (record,) = self.records(Block(alone), [status])
-        record.sequence = sequence
-        return record
-
-    def reset(self, record: Record, train_step: int) -> Record:
-        """The record with its expired members as if never generated, and their siblings kept."""
-        alone = record.packed
+    def reset(self, alone: PackedGroups, train_step: int) -> PackedGroups:
+        """Return a single group with its expired members as if never generated, and their siblings kept."""
         (group,) = unpack_groups(alone)
         expired = train_step >= self._ages(alone)[1]
         for state, is_old in zip(group.states, expired.tolist(), strict=True):
             if is_old:
                 state.reset()
                 state.status = Status.EXPIRED
-        return self.record(pack_groups([group]), Status.EXPIRED, record.sequence)
+        return pack_groups([group])
 
-    def is_tried_out(self, record: Record) -> bool:
-        """Whether one of its members was interrupted as often as its task allows."""
-        limit = self._limits[record.key[0]].max_tries
-        return limit is not None and int(record.packed.num_aborts.max()) >= limit
+    def is_tried_out(self, alone: PackedGroups) -> bool:
+        """Return whether a member of a single group was interrupted as often as its task allows."""
+        limit = self._limits[alone.tasks[0]].max_tries
+        return limit is not None and int(alone.num_aborts.max()) >= limit
 
     def mask(self, batch: PackedGroups, train_step: int) -> None:
         """Mask the tokens of `batch` that have reached their task's token threshold at `train_step`."""
@@ -104,6 +99,6 @@ class Expiry:
         return np.asarray([bounds[task] for task in tasks], np.int64)
 
 
-def staleness_at(record: Record, train_step: int) -> int:
-    """Staleness of the group's oldest token; 0 when no policy produced any of its tokens."""
-    return 0 if record.oldest == NEVER else staleness_of(record.oldest, train_step)
+def staleness_at(group: StoredGroup, train_step: int) -> int:
+    """Return the staleness of the group's oldest token; 0 when no policy produced any of its tokens."""
+    return 0 if group.oldest == NEVER else staleness_of(group.oldest, train_step)

@@ -1,16 +1,16 @@
 """BufferJournal: what the replay buffer holds, on disk, so that its process may die at any moment.
 
-    log          one checked record a change, small: which groups came, went, were handed out, leased, trained
-    data-N       blocks of groups as raw columns, one a `put`; a record of the log says where its block is
-    spare        the last data file that died, to be the next one
+    log          a checked record for each change of the buffer's state (state.py), small
+    data-N       the groups that changes put, as raw columns; a record of the log says where they are
+    spare        the last data file without live groups, to become the next data file
 
-Owns the files, what they say (`BufferState`), and their size: a data file without live groups is written over
-by the next one, the emptiest one is emptied when more than half of the bytes are garbage, and the log is
-rewritten when it has grown to a multiple of what it says. Owns no rule of the buffer (replay_buffer.py).
+Owns the files and their size: a data file without live groups is written over by the next one, the emptiest one is
+emptied when more than half of the bytes are garbage, and the log is rewritten when it has grown to a multiple of
+what it says. Owns neither the state nor the rules of the buffer.
 
-Every change is handed to the kernel before the buffer acts on it: it survives the death of the process, not
-that of the machine, unless `fsync` is set. A record that was cut off by such a death is removed, with a
-warning; damage anywhere else is a CheckpointError.
+Every change is handed to the kernel before the state applies it: it survives the death of the process, not that of
+the machine, unless `fsync` is set. A record that was cut off by such a death is removed, with a warning; damage
+anywhere else is a CheckpointError.
 
 A journal belongs to one attempt to run a job. The same attempt continues it (its buffer was restarted); any
 other attempt begins anew, since it starts from a checkpoint or from nothing.
@@ -26,36 +26,51 @@ import logging
 import os
 import struct
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import xxhash
 
 from raypost.buffer.encoding import from_buffer, to_buffers
-from raypost.buffer.state import Block, BufferState, Change
+from raypost.buffer.state import BufferState, Change, decode_change
 from raypost.errors import CheckpointError
-from raypost.packed import PackedGroups, join_groups, split_groups
+from raypost.packed import PackedGroups, join_groups, slice_groups
 from raypost.types import GroupKey
 
 log = logging.getLogger(__name__)
 
-SEGMENT_BYTES = 64 << 20
+FILE_BYTES = 64 << 20
 """A data file that has reached this size is closed."""
 GARBAGE_BYTES = 64 << 20
 """So much garbage is left alone."""
 LOG_BYTES = 4 << 20
 """The log is not rewritten before it has grown by this much."""
 LOCK_TIMEOUT_S = 10.0
-FORMAT = 1
+FORMAT = 2
 
 _FRAME = struct.Struct("<IIQ")
 """Length of the body, checksum of that length, checksum of the body."""
 
 
+class Extent(NamedTuple):
+    """A piece of a data file: the groups of one put."""
+
+    file: int
+    offset: int
+    length: int
+    checksum: int
+    num_groups: int
+
+    @property
+    def group_bytes(self) -> int:
+        """Bytes of one of its groups, on average."""
+        return self.length // self.num_groups
+
+
 @dataclass(slots=True)
-class _Segment:
+class _DataFile:
     size: int = 0
     live_bytes: int = 0
     live_groups: int = 0
@@ -70,7 +85,7 @@ class BufferJournal:
         attempt: str,
         *,
         fsync: bool = False,
-        segment_bytes: int = SEGMENT_BYTES,
+        file_bytes: int = FILE_BYTES,
         garbage_bytes: int = GARBAGE_BYTES,
         log_bytes: int = LOG_BYTES,
     ) -> None:
@@ -83,25 +98,27 @@ class BufferJournal:
         self._log_path = folder / "log"
         self._spare = folder / "spare"
         self._fsync = fsync
-        self._segment_bytes = segment_bytes
+        self._file_bytes = file_bytes
         self._garbage_bytes = garbage_bytes
         self._log_bytes = log_bytes
-        self._segments: dict[int, _Segment] = {}
+        self._files: dict[int, _DataFile] = {}
+        self._places: dict[GroupKey, tuple[Extent, int]] = {}
+        """Where every live group is: its extent, and its index in it."""
+        self._state = BufferState()
+        self._records: list[dict[str, Any]] = []
         self._data_fd = -1
+        self._log_fd = -1
         self._current = 0
         folder.mkdir(parents=True, exist_ok=True)
         self._lock_fd = _lock(folder / "lock")
         try:
-            recovered = self._recover()
-            self.recovered = recovered is not None
+            self.recovered = self._open_log()
             """Whether this attempt's journal was there."""
-            self.state = recovered or BufferState()
             if not self.recovered:
                 for path in (*folder.glob("data-*"), *folder.glob("spare")):
                     path.unlink()
-                self._begin_segment(1)
-                self._rewrite_log()
-            self._remove_unused()
+                self._begin_file(1)
+                self.rewrite_log()
         except BaseException:
             self.close()
             raise
@@ -109,7 +126,7 @@ class BufferJournal:
     def close(self) -> None:
         """Give the files back. What was appended is in them already."""
         for name in ("_data_fd", "_log_fd", "_lock_fd"):
-            if getattr(self, name, -1) >= 0:
+            if getattr(self, name) >= 0:
                 os.close(getattr(self, name))
                 setattr(self, name, -1)
 
@@ -118,75 +135,75 @@ class BufferJournal:
         """Bytes of all files."""
         return sum(path.stat().st_size for path in self.folder.iterdir())
 
+    @property
+    def live_bytes(self) -> int:
+        """Bytes of all live groups in the files."""
+        return sum(one.live_bytes for one in self._files.values())
+
     # ---------------------------------------------------------------- writing
 
-    def append(self, change: Change, payload: PackedGroups | None = None) -> None:
-        """Write one change; `payload` are the groups that `change["put"]` names, in that order.
+    def append(self, change: Change, packed: PackedGroups | None = None) -> list[GroupKey]:
+        """Write one change, and then apply it to the state; `packed` are the groups of `change["put"]`, in that
+        order. Returns the groups that ended with it.
 
         Raises CheckpointError if the disk refuses; then nothing has changed.
         """
-        if payload is not None:
-            change["block"] = self._write_block(payload)
-        self._write_log(json.dumps(change).encode())
-        self._apply(change)
+        record: dict[str, Any] = {"change": change}
+        if packed is not None:
+            record["extent"] = self._write_extent(packed)
+        self._write_log(json.dumps(record).encode())
+        ended = self._apply(record)
+        self._free_files()
+        return ended
 
     def tidy(self) -> None:
         """Delete what is garbage, a bounded amount a call."""
-        total = sum(segment.size for segment in self._segments.values())
-        live = sum(segment.live_bytes for segment in self._segments.values())
+        total, live = sum(one.size for one in self._files.values()), self.live_bytes
         if total - live > max(self._garbage_bytes, total // 2):
-            closed = [number for number in self._segments if number != self._current]
+            closed = [number for number in self._files if number != self._current]
             if closed:
                 self._empty(
-                    min(closed, key=lambda n: self._segments[n].live_bytes / max(1, self._segments[n].size))
+                    min(closed, key=lambda n: self._files[n].live_bytes / max(1, self._files[n].size))
                 )
         if self._log_size > self._log_limit:
-            self._rewrite_log()
+            self.rewrite_log()
 
-    def payloads(self) -> Iterable[tuple[GroupKey, PackedGroups]]:
-        """All live groups, each alone, read from disk. Raises CheckpointError naming damaged data."""
-        for block, entries in self.state.by_block().items():
-            groups = split_groups(self._read_block(block))
-            for key, entry in entries:
-                if entry.index >= len(groups) or groups[entry.index].keys != (key,):
-                    raise CheckpointError(f"{self._data_path(block.segment)} does not hold group {key}")
-                yield key, groups[entry.index]
+    def _apply(self, record: dict[str, Any]) -> list[GroupKey]:
+        """Make what a record says: a change of the state, or groups that moved to another extent."""
+        change: Change = record.get("change", {})
+        ended = self._state.apply(change) if change else []
+        for key in ended:
+            self._forget(key)
+        if "extent" in record:
+            extent = Extent(*record["extent"])
+            keys = record["moved"] if "moved" in record else [group.key for group in change["put"]]
+            file = self._files.setdefault(extent.file, _DataFile())
+            for index, key in zip(record.get("index", range(len(keys))), keys, strict=True):
+                self._forget(key)
+                self._places[key] = (extent, index)
+                file.live_groups += 1
+                file.live_bytes += extent.group_bytes
+        return ended
 
-    def replace(self, change: Change, payload: PackedGroups | None) -> None:
-        """Forget everything and begin with `change`, at once: a crash leaves the old or the new."""
-        self._begin_segment(self._current + 1)
-        if payload is not None:
-            change["block"] = self._write_block(payload)
-        self.state = BufferState()
-        for segment in self._segments.values():
-            segment.live_bytes = segment.live_groups = 0
-        self._apply(change)
-        self._rewrite_log()
-        self._remove_unused()
+    def _forget(self, key: GroupKey) -> None:
+        if key in self._places:
+            extent, _ = self._places.pop(key)
+            file = self._files[extent.file]
+            file.live_groups -= 1
+            file.live_bytes -= extent.group_bytes
 
-    def _apply(self, change: Change) -> None:
-        came, went = self.state.apply(change)
-        for sign, blocks in ((1, came), (-1, went)):
-            for block in blocks:
-                segment = self._segments[block.segment]
-                segment.live_bytes += sign * block.group_bytes
-                segment.live_groups += sign
-        for number in {block.segment for block in went}:
-            if not self._segments[number].live_groups and number != self._current:
-                self._remove(number)
-
-    def _write_block(self, payload: PackedGroups) -> list[int]:
-        if self._segments[self._current].size >= self._segment_bytes:
-            self._begin_segment(self._current + 1)
-        pieces = to_buffers(payload)
+    def _write_extent(self, packed: PackedGroups) -> Extent:
+        if self._files[self._current].size >= self._file_bytes:
+            self._begin_file(self._current + 1)
+        pieces = to_buffers(packed)
         digest = xxhash.xxh3_64()
         for piece in pieces:
             digest.update(piece)
-        segment = self._segments[self._current]
-        start = segment.size
-        length = _write(self._data_fd, pieces, start, self._current_path, self._fsync)
-        segment.size += length
-        return [self._current, start, length, digest.intdigest(), payload.num_groups]
+        file = self._files[self._current]
+        start = file.size
+        length = _write(self._data_fd, pieces, start, self._data_path(self._current), self._fsync)
+        file.size += length
+        return Extent(self._current, start, length, digest.intdigest(), packed.num_groups)
 
     def _write_log(self, body: bytes) -> None:
         pieces = [memoryview(_frame(body)), memoryview(body)]
@@ -199,23 +216,26 @@ class BufferJournal:
 
     def _empty(self, number: int) -> None:
         """Move what lives in a closed data file to the end of the open one."""
-        moved, parts = [], []
-        for block, entries in self.state.by_block().items():
-            if block.segment == number:
-                groups = split_groups(self._read_block(block))
-                parts += [groups[entry.index] for _, entry in entries]
-                moved += [[*key, one.sequence, str(one.status)] for key, one in entries]
-        facts = [[task, group_id, index, *rest] for index, (task, group_id, *rest) in enumerate(moved)]
-        self.append({"move": facts}, join_groups(parts))
+        extents = {extent: places for extent, places in self._extents().items() if extent.file == number}
+        moved = [key for places in extents.values() for _, key in places]
+        packed = join_groups([self._read(extent, places) for extent, places in extents.items()])
+        record = {"moved": moved, "extent": self._write_extent(packed)}
+        self._write_log(json.dumps(record).encode())
+        self._apply(record)
+        self._free_files()
 
-    def _rewrite_log(self) -> None:
+    def rewrite_log(self) -> None:
         """Put a log in place that says the same with nothing in between."""
         path = self._log_path.with_suffix(".tmp")
-        head = {"raypost": "buffer", "format": FORMAT, "attempt": self.attempt}
-        changes = [head, *self.state.snapshot()]
+        records: list[dict[str, Any]] = [{"raypost": "buffer", "format": FORMAT, "attempt": self.attempt}]
+        for extent, places in self._extents().items():
+            put = [self._state.groups[key] for _, key in places]
+            index = [at for at, _ in places]
+            records.append({"change": {"put": put}, "extent": extent, "index": index})
+        records += ({"change": change} for change in self._state.snapshot())
         fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC)
         pieces = []
-        for body in (json.dumps(change).encode() for change in changes):
+        for body in (json.dumps(record).encode() for record in records):
             pieces += [memoryview(_frame(body)), memoryview(body)]
         try:
             size = _write(fd, pieces, 0, path, self._fsync)
@@ -223,19 +243,25 @@ class BufferJournal:
         except BaseException:
             os.close(fd)
             raise
-        old = getattr(self, "_log_fd", -1)
-        if old >= 0:
-            os.close(old)
+        if self._log_fd >= 0:
+            os.close(self._log_fd)
         self._log_fd = fd
         self._log_size = size
         self._log_limit = self._log_bytes + 2 * size
+
+    def _extents(self) -> dict[Extent, list[tuple[int, GroupKey]]]:
+        """(index, key) of the live groups of every extent."""
+        extents: dict[Extent, list[tuple[int, GroupKey]]] = {}
+        for key, (extent, index) in self._places.items():
+            extents.setdefault(extent, []).append((index, key))
+        return extents
 
     # ---------------------------------------------------------------- files
 
     def _data_path(self, number: int) -> Path:
         return self.folder / f"data-{number:08d}"
 
-    def _begin_segment(self, number: int) -> None:
+    def _begin_file(self, number: int) -> None:
         path = self._data_path(number)
         if self._spare.exists():
             # To write over pages that the kernel has costs half of what new ones cost.
@@ -243,79 +269,88 @@ class BufferJournal:
         fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC)
         if self._data_fd >= 0:
             os.close(self._data_fd)
-        previous = self._current
         self._data_fd = fd
         self._current = number
-        self._current_path = path
-        self._segments[number] = _Segment()
-        if previous in self._segments and not self._segments[previous].live_groups:
-            self._remove(previous)
+        self._files[number] = _DataFile()
+        self._free_files()
 
-    def _remove(self, number: int) -> None:
-        path = self._data_path(number)
-        if path.exists():
-            os.replace(path, self._spare)
-        del self._segments[number]
+    def _free_files(self) -> None:
+        """Set aside the data files that hold nothing live."""
+        for number in [n for n, one in self._files.items() if not one.live_groups and n != self._current]:
+            path = self._data_path(number)
+            if path.exists():
+                os.replace(path, self._spare)
+            del self._files[number]
 
-    def _remove_unused(self) -> None:
-        """Delete data files of which the log knows nothing, or nothing live."""
-        for number in [n for n, one in self._segments.items() if not one.live_groups and n != self._current]:
-            self._remove(number)
-        known = {self._data_path(number) for number in self._segments}
-        for path in self.folder.glob("data-*"):
-            if path not in known:
-                path.unlink()
-
-    def _read_block(self, block: Block) -> PackedGroups:
-        path = self._data_path(block.segment)
+    def _read(self, extent: Extent, places: Sequence[tuple[int, GroupKey]]) -> PackedGroups:
+        """Copy the groups at these places of an extent."""
+        path = self._data_path(extent.file)
         try:
             with path.open("rb") as file:
-                file.seek(block.offset)
-                data = file.read(block.length)
-            if len(data) < block.length:
+                file.seek(extent.offset)
+                data = file.read(extent.length)
+            if len(data) < extent.length:
                 raise ValueError(f"it ends after {len(data)} bytes")
-            if xxhash.xxh3_64_intdigest(data) != block.checksum:
+            if xxhash.xxh3_64_intdigest(data) != extent.checksum:
                 raise ValueError("its checksum differs")
-            return from_buffer(data)
+            packed = from_buffer(data)
         except (OSError, ValueError) as error:
             raise CheckpointError(
-                f"the block of {block.length} bytes at {block.offset} of {path} is damaged: {error}; {_FIX}"
+                f"the {extent.length} bytes at {extent.offset} of {path} are damaged: {error}; {_FIX}"
             ) from error
+        keys = packed.keys
+        for index, key in places:
+            if index >= len(keys) or keys[index] != key:
+                raise CheckpointError(f"{path} does not hold group {key} where the log says; {_FIX}")
+        return join_groups([slice_groups(packed, index, index + 1) for index, _ in places])
 
     # ---------------------------------------------------------------- recovery
 
-    def _recover(self) -> BufferState | None:
-        """What the log says, if it is this attempt's; None where there is none, or another attempt's."""
+    def _open_log(self) -> bool:
+        """Read the log; False where there is none, or another attempt's."""
         try:
             data = self._log_path.read_bytes()
         except FileNotFoundError:
-            return None
-        bodies, end = _read_log(data, self._log_path)
-        head = bodies[0] if bodies else {}
+            return False
+        records, end = _read_log(data, self._log_path)
+        head = records[0] if records else {}
         if head.get("raypost") != "buffer" or head.get("format") != FORMAT:
             raise CheckpointError(f"{self._log_path} is no buffer journal of format {FORMAT}; {_FIX}")
         if head["attempt"] != self.attempt:
             log.info("the journal in %s is of attempt %s: beginning anew", self.folder, head["attempt"])
-            return None
+            return False
         if end < len(data):
             log.warning("%s: %d bytes of an unfinished record were cut off", self._log_path, len(data) - end)
             os.truncate(self._log_path, end)
-        state = BufferState()
-        for change in bodies[1:]:
-            state.apply(change)
-        for entry in state.entries.values():
-            segment = self._segments.setdefault(entry.block.segment, _Segment())
-            segment.live_groups += 1
-            segment.live_bytes += entry.block.group_bytes
-        for number, segment in self._segments.items():
-            path = self._data_path(number)
-            segment.size = path.stat().st_size if path.exists() else 0
-        # What a death left behind the last block belongs to no record: the next block starts a new file.
-        self._begin_segment(max(self._segments, default=0) + 1)
+        self._records = records[1:]
         self._log_fd = os.open(self._log_path, os.O_WRONLY | os.O_CLOEXEC)
         self._log_size = end
         self._log_limit = self._log_bytes + 2 * end
-        return state
+        return True
+
+    def recover(self, state: BufferState) -> Iterator[PackedGroups]:
+        """Apply all changes of the log to `state`, which is new; from here on `append` changes it. Yields its
+        groups, read from disk. Raises CheckpointError naming damaged data."""
+        self._state = state
+        for record in self._records:
+            if "change" in record:
+                record["change"] = decode_change(record["change"])
+            if "moved" in record:
+                record["moved"] = [(task, group_id) for task, group_id in record["moved"]]
+            self._apply(record)
+        self._records = []
+        for number, file in self._files.items():
+            path = self._data_path(number)
+            file.size = path.stat().st_size if path.exists() else 0
+        if self.recovered:
+            # What a death left behind the last extent belongs to no record: the next one starts a new file.
+            self._begin_file(max(self._files, default=0) + 1)
+        known = {self._data_path(number) for number in self._files}
+        for path in self.folder.glob("data-*"):
+            if path not in known:
+                path.unlink()
+        for extent, places in self._extents().items():
+            yield self._read(extent, places)
 
 
 _FIX = "remove the folder to begin with an empty buffer, or continue from the last checkpoint"

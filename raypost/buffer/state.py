@@ -1,159 +1,188 @@
-"""BufferState: where every group of the replay buffer is, as the journal remembers it.
+"""BufferState: all that the replay buffer knows, but for the arrays of its groups.
 
-Owns the meaning of a change, and how the state is said in as few changes as possible. Holds no group.
-
-A change is a dict of JSON values, applied as a whole:
-
-    put      [[task, group_id, index, sequence, status], ...]    stored in `block`
-    move     as put, but only where the group is changes
-    gone     [[task, group_id], ...]    ended untrained
-    out      [[task, group_id], ...]    handed out for `claim`
-    back     true                       all that are out were taken back
-    lease    [step, [[task, group_id], ...], [staleness, ...]]
-    ack      step
-    expired  [claim, [[task, group_id, stored, mean_tokens], ...]]
-    full, next, trained, reclaimed, restored    as the field of that name
+The state is event-sourced: `apply` alone changes it, the buffer decides which changes to make (replay_buffer.py),
+the journal writes each one down before it is made (journal.py), and a buffer that died is the same changes applied
+again. A change is made of JSON values and applied as a whole.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
 from itertools import groupby
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypedDict
 
+from raypost.buffer.status_index import StatusIndex, StoredGroup
 from raypost.ledger.ledger import OrdinalSet
+from raypost.protocols import ExpiredGroup
 from raypost.types import GroupKey, Status
 
-Change = dict[str, Any]
+
+class OpenLease(NamedTuple):
+    """The batch of a step that is not acknowledged yet."""
+
+    keys: tuple[GroupKey, ...]
+    staleness: tuple[int, ...]
 
 
-class Block(NamedTuple):
-    """A piece of a data file: the groups of one put."""
+class Change(TypedDict, total=False):
+    """One change of the state. Fields that are there apply in this order."""
 
-    segment: int
-    offset: int
-    length: int
-    checksum: int
-    num_groups: int
+    reset: bool
+    """Forget everything: a checkpoint is restored."""
+    put: Sequence[StoredGroup]
+    """Groups that are stored, or replace those with the same keys."""
+    gone: Sequence[GroupKey]
+    """Groups that ended untrained."""
+    back: bool
+    """All groups that are handed out were taken back; claims begin again."""
+    out: tuple[int, Sequence[GroupKey]]
+    """(claim, groups that are handed out for it)."""
+    lease: tuple[int, Sequence[GroupKey], Sequence[int]]
+    """(step, groups of its batch, their staleness)."""
+    ack: int
+    """Leases up to this step are trained."""
+    expired: tuple[int, Sequence[tuple[GroupKey, bool, float]]]
+    """(claim, the groups that its refresh found expired as in `ExpiredGroup`)."""
+    trained: dict[str, list[list[int]]]
+    """Ranges of the trained groups of a task."""
+    reclaimed: Sequence[GroupKey]
+    full: bool
+    next: int
+    restored: bool
 
-    @property
-    def group_bytes(self) -> int:
-        """Bytes of one of its groups, on average."""
-        return self.length // self.num_groups
 
-
-@dataclass(slots=True, frozen=True)
-class Entry:
-    """One group."""
-
-    block: Block
-    index: int
-    """Its place in the block."""
-    sequence: int
-    status: Status
-    """Of its shelf; one that is out goes back to it when it is reclaimed."""
-
-
-@dataclass(slots=True)
 class BufferState:
-    """All that the buffer knows but for the groups themselves."""
+    """The groups and where each one is: stored, handed out, or leased."""
 
-    entries: dict[GroupKey, Entry] = field(default_factory=dict)
-    out: dict[GroupKey, int] = field(default_factory=dict)
-    """Groups that are handed out, in order, with their claim."""
-    claim: int = 0
-    """Of the last pop that handed out groups."""
-    reclaimed: tuple[GroupKey, ...] = ()
-    """What the last reclaim took back; forgotten by the next pop."""
-    leases: dict[int, tuple[tuple[GroupKey, ...], tuple[int, ...]]] = field(default_factory=dict)
-    acknowledged: int = 0
-    trained: dict[str, OrdinalSet] = field(default_factory=dict)
-    expired: tuple[int, tuple[tuple[GroupKey, bool, float], ...]] = (0, ())
-    """What the last refresh that had a claim found."""
-    full: bool = False
-    next: int = 0
-    """Sequence of the next new key."""
-    restored: bool = False
-    """Nothing has happened since a checkpoint was restored."""
+    def __init__(self, *, by_age: bool = True) -> None:
+        """`by_age` as in StatusIndex."""
+        self._by_age = by_age
+        self._reset()
 
-    def apply(self, change: Change) -> tuple[list[Block], list[Block]]:
-        """Apply one change; the blocks that got a live group each, and those that lost one."""
-        came, went = [], []
-        for name in ("put", "move"):
-            if name in change:
-                block, facts = Block(*change["block"]), change[name]
-                went += self._forget(map(_key, facts))
-                came += [block] * len(facts)
-                for task, group_id, index, sequence, status in facts:
-                    self.entries[task, group_id] = Entry(block, index, sequence, Status(status))
-        ended = [*change.get("gone", ()), *change.get("put", ())]
-        for key in map(_key, ended):
-            self.out.pop(key, None)
-        went += self._forget(map(_key, change.get("gone", ())))
-        self._hand_over(change)
-        if "ack" in change:
-            went += self._acknowledge(change["ack"])
-        self._set_fields(change)
-        return came, went
+    def _reset(self) -> None:
+        self.groups: dict[GroupKey, StoredGroup] = {}
+        self.index = StatusIndex(by_age=self._by_age)
+        """All groups by status; derived from the fields below."""
+        self.out: dict[GroupKey, int] = {}
+        """Groups that are handed out, in order, with their claim."""
+        self.claim = 0
+        """Of the last pop."""
+        self.reclaimed: tuple[GroupKey, ...] = ()
+        """Groups that the last reclaim took back; forgotten by the next pop."""
+        self.leases: dict[int, OpenLease] = {}
+        self.leased: dict[GroupKey, int] = {}
+        """Step of every leased group."""
+        self.acknowledged = 0
+        self.trained: dict[str, OrdinalSet] = {}
+        self.expired: tuple[int, list[ExpiredGroup]] = (0, [])
+        """What the last refresh that had a claim found."""
+        self.full = False
+        self.next = 0
+        """Sequence of the next new key."""
+        self.restored = False
+        """Whether nothing has happened since a checkpoint was restored."""
 
-    def _hand_over(self, change: Change) -> None:
-        if "back" in change:
-            self.reclaimed = tuple(self.out)
-            self.claim = 0
-            self.out.clear()
+    def is_trained(self, key: GroupKey) -> bool:
+        """Return whether the group was ever acknowledged."""
+        task, group_id = key
+        return task in self.trained and group_id in self.trained[task]
+
+    def place(self, group: StoredGroup) -> Status:
+        """Return the status under which the index has a group."""
+        if group.key in self.leased:
+            return Status.ARCHIVED
+        return Status.INIT if group.key in self.out else group.status
+
+    # ---------------------------------------------------------------- changes
+
+    def apply(self, change: Change) -> list[GroupKey]:
+        """Make one change. Returns the groups that ended with it, in the order in which they were leased."""
+        ended: list[GroupKey] = []
+        if change.get("reset"):
+            ended += self.groups
+            self._reset()
+        for group in change.get("put", ()):
+            self._remove(group.key)
+            self.groups[group.key] = group
+            self.index.add(group, group.status)
+            self.next = max(self.next, group.sequence + 1)
+        ended += [key for key in change.get("gone", ()) if self._remove(key)]
+        if change.get("back"):
+            self._take_back()
         if "out" in change:
-            self.claim = change["claim"]
-            self.reclaimed = ()
-            self.out.update((_key(key), self.claim) for key in change["out"])
+            self._hand_out(*change["out"])
         if "lease" in change:
-            step, keys, staleness = change["lease"]
-            self.leases[step] = (tuple(map(_key, keys)), tuple(staleness))
+            self._lease(*change["lease"])
+        if "ack" in change:
+            ended += self._acknowledge(change["ack"])
+        self._set_fields(change)
+        return ended
+
+    def _remove(self, key: GroupKey) -> bool:
+        group = self.groups.get(key)
+        if group is None:
+            return False
+        self.index.remove(group, self.place(group))
+        self.out.pop(key, None)
+        self.leased.pop(key, None)
+        del self.groups[key]
+        return True
+
+    def _take_back(self) -> None:
+        self.claim = 0
+        if self.out:
+            self.reclaimed = tuple(self.out)
+            self.out.clear()
+            for group in map(self.groups.__getitem__, self.reclaimed):
+                self.index.remove(group, Status.INIT)
+                self.index.add(group, group.status)
+
+    def _hand_out(self, claim: int, keys: Sequence[GroupKey]) -> None:
+        self.claim = claim
+        self.reclaimed = ()
+        for group in map(self.groups.__getitem__, keys):
+            self.index.remove(group, group.status)
+            self.index.add(group, Status.INIT)
+            self.out[group.key] = claim
+
+    def _lease(self, step: int, keys: Sequence[GroupKey], staleness: Sequence[int]) -> None:
+        self.leases[step] = OpenLease(tuple(keys), tuple(staleness))
+        for group in map(self.groups.__getitem__, keys):
+            self.index.remove(group, group.status)
+            self.index.add(group, Status.ARCHIVED)
+            self.leased[group.key] = step
+
+    def _acknowledge(self, step: int) -> list[GroupKey]:
+        self.acknowledged = max(self.acknowledged, step)
+        keys = [key for one in sorted(self.leases) if one <= step for key in self.leases.pop(one).keys]
+        for key in keys:
+            self._remove(key)
+            self.trained.setdefault(key[0], OrdinalSet()).add(key[1])
+        return keys
 
     def _set_fields(self, change: Change) -> None:
         if "expired" in change:
             claim, facts = change["expired"]
-            self.expired = (claim, tuple((_key(fact), bool(fact[2]), float(fact[3])) for fact in facts))
+            self.expired = (claim, [ExpiredGroup(key=k, stored=s, mean_tokens=m) for k, s, m in facts])
         for task, ranges in change.get("trained", {}).items():
             self.trained[task] = OrdinalSet(ranges)
-        if "reclaimed" in change:
-            self.reclaimed = tuple(map(_key, change["reclaimed"]))
-        self.full = bool(change.get("full", self.full))
-        self.next = int(change.get("next", self.next))
-        happened = change.keys() - {"move", "block", "full"}
-        self.restored = bool(change.get("restored", self.restored and not happened))
-
-    def _forget(self, keys: Iterable[GroupKey]) -> list[Block]:
-        entries = (self.entries.pop(key, None) for key in keys)
-        return [entry.block for entry in entries if entry is not None]
-
-    def _acknowledge(self, step: int) -> list[Block]:
-        self.acknowledged = max(self.acknowledged, step)
-        keys = [key for one in sorted(self.leases) if one <= step for key in self.leases.pop(one)[0]]
-        for task, group_id in keys:
-            self.trained.setdefault(task, OrdinalSet()).add(group_id)
-        return self._forget(keys)
-
-    def by_block(self) -> dict[Block, list[tuple[GroupKey, Entry]]]:
-        """Live groups by the block they are in."""
-        blocks: dict[Block, list[tuple[GroupKey, Entry]]] = {}
-        for key, entry in self.entries.items():
-            blocks.setdefault(entry.block, []).append((key, entry))
-        return blocks
+        self.reclaimed = tuple(change.get("reclaimed", self.reclaimed))
+        self.full = change.get("full", self.full)
+        self.next = change.get("next", self.next)
+        if change.keys() != {"full"}:
+            self.restored = change.get("restored", False)
 
     def snapshot(self) -> Iterator[Change]:
-        """Changes that make this state from an empty one."""
-        for block, entries in self.by_block().items():
-            facts = [[*key, one.index, one.sequence, str(one.status)] for key, one in entries]
-            yield {"block": block, "put": facts}
+        """Yield changes that make this state from one that has only its groups."""
         for claim, items in groupby(self.out.items(), key=lambda item: item[1]):
-            yield {"out": [key for key, _ in items], "claim": claim}
-        yield {"out": [], "claim": self.claim, "ack": self.acknowledged}
+            yield {"out": (claim, [key for key, _ in items])}
+        yield {"out": (self.claim, ()), "ack": self.acknowledged}
         for step, (keys, staleness) in self.leases.items():
-            yield {"lease": [step, keys, staleness]}
+            yield {"lease": (step, keys, staleness)}
+        claim, expired = self.expired
         yield {
             "trained": {task: ordinals.ranges() for task, ordinals in self.trained.items()},
-            "expired": [self.expired[0], [[*key, stored, mean] for key, stored, mean in self.expired[1]]],
+            "expired": (claim, [(one.key, one.stored, one.mean_tokens) for one in expired]),
             "reclaimed": self.reclaimed,
             "full": self.full,
             "next": self.next,
@@ -161,19 +190,32 @@ class BufferState:
         }
 
 
-def put_change(
-    facts: Iterable[tuple[GroupKey, int, Status]], gone: Sequence[GroupKey], following: int
-) -> Change:
-    """The change that stores groups, (key, sequence, status) each in the order of their block, and ends others;
-    `following` is the sequence of the next new key."""
-    put = [[*key, index, sequence, str(status)] for index, (key, sequence, status) in enumerate(facts)]
-    change: Change = {"next": following}
-    if put:
-        change["put"] = put
-    if gone:
-        change["gone"] = gone
+def decode_change(raw: dict[str, Any]) -> Change:
+    """Return the change that was written as these JSON values."""
+    change: Change = {**raw}  # type: ignore[typeddict-item]  # what JSON has as lists follows
+    if "put" in change:
+        change["put"] = [
+            StoredGroup(_key(key), sequence, Status(status), *facts)
+            for key, sequence, status, *facts in raw["put"]
+        ]
+    if "gone" in change:
+        change["gone"] = _keys(raw["gone"])
+    if "reclaimed" in change:
+        change["reclaimed"] = _keys(raw["reclaimed"])
+    if "out" in change:
+        change["out"] = (raw["out"][0], _keys(raw["out"][1]))
+    if "lease" in change:
+        step, keys, staleness = raw["lease"]
+        change["lease"] = (step, _keys(keys), staleness)
+    if "expired" in change:
+        claim, facts = raw["expired"]
+        change["expired"] = (claim, [(_key(key), stored, mean) for key, stored, mean in facts])
     return change
 
 
-def _key(values: Any) -> GroupKey:
+def _key(values: Sequence[Any]) -> GroupKey:
     return (values[0], values[1])
+
+
+def _keys(values: Iterable[Sequence[Any]]) -> list[GroupKey]:
+    return [_key(one) for one in values]

@@ -1,122 +1,77 @@
-"""StatusIndex: groups by (task, status) in the order in which they are handed out, with what they pin.
+"""StatusIndex: groups by task and status, in the order in which they are handed out, with their sums.
 
-Owns order and sums, so that counting never looks at a group. Owns no rule (replay_buffer.py).
+Derived from the buffer's state (state.py), which is the only one that changes it. Counting never looks at a group.
 
-Invariant: a shelf is sorted by (age, sequence); ageing never changes that order, since all groups age at once.
+Invariant: every list is sorted by (age, sequence). Time does not change that order, since all groups age at once.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_left, insort
 from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import NamedTuple
 
-from raypost.buffer.blocks import Record
 from raypost.types import GroupKey, Status
 
 
-class Held:
-    """Records that stand on no shelf: leased, or handed out."""
+class StoredGroup(NamedTuple):
+    """What the buffer's state says of one group."""
 
-    def __init__(self) -> None:
-        self._records: dict[GroupKey, Record] = {}
-        self._counts: dict[str, list[int]] = {}
-
-    def __len__(self) -> int:
-        return len(self._records)
-
-    def __iter__(self) -> Iterator[Record]:
-        return iter(self._records.values())
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes that all records pin."""
-        return sum(nbytes for _, nbytes in self._counts.values())
-
-    def get(self, key: GroupKey) -> Record | None:
-        """The record of that key, or None."""
-        return self._records.get(key)
-
-    def add(self, record: Record) -> None:
-        """Hold a record whose key is not held."""
-        assert record.key not in self._records
-        self._records[record.key] = record
-        record.block.hold(record)
-        self._count(record, 1)
-
-    def remove(self, key: GroupKey) -> Record | None:
-        """Let go of the record of that key; None if there is none."""
-        record = self._records.pop(key, None)
-        if record is not None:
-            self._count(record, -1)
-        return record
-
-    def counts(self) -> Iterator[tuple[str, int, int]]:
-        """(task, groups, bytes) of every task that has any."""
-        return ((task, groups, nbytes) for task, (groups, nbytes) in self._counts.items() if groups)
-
-    def _count(self, record: Record, sign: int) -> None:
-        count = self._counts.setdefault(record.key[0], [0, 0])
-        count[0] += sign
-        count[1] += sign * record.nbytes
+    key: GroupKey
+    sequence: int
+    """Order among equally old ones: when its key was first put."""
+    status: Status
+    """COMPLETED, ABORTED or EXPIRED; EXPIRED also where only its number of tries made it so."""
+    oldest: int
+    """Version of its oldest token, NEVER without one."""
+    expires_at: int
+    """First train step at which one of its members is expired."""
+    nbytes: int
 
 
-_Place = tuple[int, int, GroupKey]
+_Rank = tuple[int, int, GroupKey]
+
+
+@dataclass(slots=True)
+class _Bucket:
+    ranks: list[_Rank] = field(default_factory=list)
+    nbytes: int = 0
 
 
 class StatusIndex:
-    """Records by task and status."""
+    """Groups by task and status. Leased groups stand under ARCHIVED, those that are handed out under INIT."""
 
     def __init__(self, *, by_age: bool) -> None:
         """`by_age`: oldest version first, then sequence; else by sequence alone."""
         self._by_age = by_age
-        self._records: dict[GroupKey, Record] = {}
-        self._places: dict[tuple[str, Status], list[_Place]] = {}
-        self._nbytes: dict[tuple[str, Status], int] = {}
+        self._buckets: dict[tuple[str, Status], _Bucket] = {}
 
-    def __len__(self) -> int:
-        return len(self._records)
+    def add(self, group: StoredGroup, status: Status) -> None:
+        """Add a group that stands under no status."""
+        bucket = self._buckets.setdefault((group.key[0], status), _Bucket())
+        insort(bucket.ranks, self._rank(group))
+        bucket.nbytes += group.nbytes
 
-    def __iter__(self) -> Iterator[Record]:
-        return iter(self._records.values())
+    def remove(self, group: StoredGroup, status: Status) -> None:
+        """Remove a group that stands under `status`."""
+        bucket = self._buckets[group.key[0], status]
+        rank = self._rank(group)
+        at = bisect_left(bucket.ranks, rank)
+        assert bucket.ranks[at] == rank
+        del bucket.ranks[at]
+        bucket.nbytes -= group.nbytes
 
-    @property
-    def nbytes(self) -> int:
-        """Bytes that all records pin."""
-        return sum(self._nbytes.values())
-
-    def get(self, key: GroupKey) -> Record | None:
-        """The record of that key, or None."""
-        return self._records.get(key)
-
-    def add(self, record: Record) -> None:
-        """Store a record whose key is not stored."""
-        key = record.key
-        assert key not in self._records
-        self._records[key] = record
-        record.block.hold(record)
-        shelf = (key[0], record.status)
-        insort(self._places.setdefault(shelf, []), self._place(record))
-        self._nbytes[shelf] = self._nbytes.get(shelf, 0) + record.nbytes
-
-    def remove(self, key: GroupKey) -> Record | None:
-        """Take the record of that key out; None if there is none."""
-        record = self._records.pop(key, None)
-        if record is not None:
-            shelf = (key[0], record.status)
-            places = self._places[shelf]
-            del places[bisect_left(places, self._place(record))]
-            self._nbytes[shelf] -= record.nbytes
-        return record
-
-    def in_order(self, task: str, status: Status) -> Iterator[Record]:
-        """The records of one shelf, in order. They may not be removed meanwhile."""
-        return (self._records[key] for _, _, key in self._places.get((task, status), ()))
+    def keys(self, task: str, status: Status) -> Iterator[GroupKey]:
+        """Yield the groups of one task and status, in order. The index may not change meanwhile."""
+        bucket = self._buckets.get((task, status))
+        return (key for _, _, key in bucket.ranks) if bucket else iter(())
 
     def counts(self) -> Iterator[tuple[str, Status, int, int]]:
-        """(task, status, groups, bytes) of every shelf that is not empty."""
-        for (task, status), places in self._places.items():
-            if places:
-                yield task, status, len(places), self._nbytes[task, status]
+        """Yield (task, status, groups, bytes) wherever there is a group."""
+        for (task, status), bucket in self._buckets.items():
+            if bucket.ranks:
+                yield task, status, len(bucket.ranks), bucket.nbytes
 
-    def _place(self, record: Record) -> _Place:
-        return (record.oldest if self._by_age else 0, record.sequence, record.key)
+    def _rank(self, group: StoredGroup) -> _Rank:
+        return (group.oldest if self._by_age else 0, group.sequence, group.key)

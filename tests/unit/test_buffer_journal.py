@@ -261,7 +261,7 @@ def test_a_disk_that_refuses_in_the_middle_of_a_write_changes_nothing(host: Host
 
 
 def test_disk_stays_bounded_while_groups_stream_through(tmp_path: Path) -> None:
-    host = Host(tmp_path / "b", segment_bytes=20_000, garbage_bytes=20_000, log_bytes=4000)
+    host = Host(tmp_path / "b", file_bytes=20_000, garbage_bytes=20_000, log_bytes=4000)
     sizes = []
     for step in range(1, 300):
         put(host.buffer, *(group(4 * step + n, [step - 1] * 20) for n in range(4)), train_step=step)
@@ -277,15 +277,14 @@ def test_disk_stays_bounded_while_groups_stream_through(tmp_path: Path) -> None:
 def test_what_lives_among_garbage_is_moved_and_survives(tmp_path: Path) -> None:
     """One group in eight stays for ever: no data file ever dies by itself."""
     limits = {"default": TaskLimits(None), "other": TaskLimits(None)}
-    host = Host(tmp_path / "b", segment_bytes=5000, garbage_bytes=5000, log_bytes=4000)
+    host = Host(tmp_path / "b", file_bytes=5000, garbage_bytes=5000, log_bytes=4000)
     host.die()
     host.start(limits=limits)
     for step in range(1, 100):
         put(host.buffer, *(group(8 * step + n, [step]) for n in range(7)), group(step, [step], task="other"))
         assert len(lease_ids(host.buffer, step, default=7)) == 7
         now(host.buffer.acknowledge(step))
-        live = host.journal.state.by_block()
-        assert host.journal.nbytes < 2.5 * sum(b.group_bytes * len(e) for b, e in live.items()) + 25_000
+        assert host.journal.nbytes < 2.5 * host.journal.live_bytes + 25_000
     host.die()
     host.start(limits=limits)
     assert counts(host.buffer, "other") == {Status.COMPLETED: 99}
@@ -309,7 +308,7 @@ def test_last_claim_survives_a_rewritten_log_though_its_groups_are_back(host: Ho
     put(host.buffer, group(0, [0], status=Status.ABORTED))
     now(host.buffer.pop("default", [Status.ABORTED], 1, 5))
     put(host.buffer, group(0, [0], status=Status.ABORTED))
-    host.journal._rewrite_log()
+    host.journal.rewrite_log()
     host.restart()
     with pytest.raises(LedgerError, match="claim 4 came after claim 5"):
         now(host.buffer.pop("default", [Status.ABORTED], 1, 4))
@@ -319,24 +318,26 @@ def test_rewritten_log_says_everything(host: Host) -> None:
     fill(host)
     host.journal.append({"full": True})
     host.restart()
-    expected, state = now(host.buffer.counts()), host.journal.state
+    expected, state = now(host.buffer.counts()), host.buffer.state
     assert state.full and state.out and state.leases and state.expired[0]
-    host.journal._rewrite_log()
+    host.journal.rewrite_log()
     host.restart()
     assert now(host.buffer.counts()) == expected
     for name in (
+        "groups",
         "out",
         "claim",
         "reclaimed",
         "leases",
+        "leased",
         "acknowledged",
         "expired",
         "full",
         "next",
         "restored",
     ):
-        assert getattr(host.journal.state, name) == getattr(state, name), name
-    assert {task: one.ranges() for task, one in host.journal.state.trained.items()} == {"default": [[0, 1]]}
+        assert getattr(host.buffer.state, name) == getattr(state, name), name
+    assert {task: one.ranges() for task, one in host.buffer.state.trained.items()} == {"default": [[0, 1]]}
 
 
 def test_expired_members_are_reset_on_disk_too(host: Host) -> None:

@@ -26,8 +26,10 @@ from raypost.types import Group, GroupKey, Status, group_status
 from tests.unit.buffer_groups import group, now
 
 TASKS = ("default", "other")
-SHELVED = (Status.COMPLETED, Status.ABORTED, Status.EXPIRED)
+KEPT = (Status.COMPLETED, Status.ABORTED, Status.EXPIRED)
 MAX_GROUPS = 6
+GROUP_BYTES = 2000
+"""More than any group has."""
 
 
 @dataclass
@@ -37,8 +39,8 @@ class Stored:
     group: Group
     status: Status
     sequence: int
-    place: str = "shelf"
-    """shelf, out, or leased."""
+    place: str = "stored"
+    """stored, out, or leased."""
     claim: int = 0
 
 
@@ -99,7 +101,7 @@ class Model:
         report = {}
         for key, stored in list(self.groups.items()):
             expired = self.expired_members(stored.group, step)
-            if stored.place != "shelf" or not any(expired):
+            if stored.place != "stored" or not any(expired):
                 continue
             if not any(state.status is Status.EXPIRED for state in stored.group.states):
                 report[key] = self.limits.retry
@@ -110,12 +112,12 @@ class Model:
                 del self.groups[key]
         return report
 
-    def shelf(self, task: str, status: Status) -> list[GroupKey]:
+    def stored(self, task: str, status: Status) -> list[GroupKey]:
         def order(key: GroupKey) -> tuple[int, int]:
             versions = [v for s in self.groups[key].group.states if (v := oldest_version(s)) is not None]
             return (min(versions, default=10**9) if self.by_age else 0, self.groups[key].sequence)
 
-        there = (k for k, s in self.groups.items() if s.place == "shelf" and s.status is status)
+        there = (k for k, s in self.groups.items() if s.place == "stored" and s.status is status)
         return sorted((key for key in there if key[0] == task), key=order)
 
     def settle(self, high: int, low: float) -> None:
@@ -152,7 +154,7 @@ class BufferMachine(RuleBasedStateMachine):
         self.attempt = attempt
         # Small enough that files are closed, emptied and rewritten in a few steps.
         self.journal = BufferJournal(
-            self.folder, attempt, segment_bytes=3000, garbage_bytes=3000, log_bytes=2000
+            self.folder, attempt, file_bytes=3000, garbage_bytes=3000, log_bytes=2000
         )
         bounds = BufferBounds(max_groups=MAX_GROUPS, low_water=0.5)
         self.buffer = ReplayBuffer(self.limits, bounds, self.order, self.journal)
@@ -189,7 +191,7 @@ class BufferMachine(RuleBasedStateMachine):
                 st.lists(
                     st.lists(st.tuples(st.integers(0, 3), st.booleans()), max_size=3), min_size=1, max_size=2
                 ),
-                st.sampled_from([*SHELVED[:2], Status.FAILED, Status.COMPLETED]),
+                st.sampled_from([*KEPT[:2], Status.FAILED, Status.COMPLETED]),
                 st.integers(0, 2),
             ),
             max_size=3,
@@ -245,14 +247,14 @@ class BufferMachine(RuleBasedStateMachine):
 
     @rule(
         task=st.sampled_from(TASKS),
-        sources=st.permutations(SHELVED).map(lambda all_of_them: all_of_them[:2]),
+        sources=st.permutations(KEPT).map(lambda all_of_them: all_of_them[:2]),
         limit=st.integers(1, 3),
     )
     def pop(self, task: str, sources: list[Status], limit: int) -> None:
         self.begins()
         self.model.claim = claim = self.model.claim + 1
         packed = now(self.buffer.pop(task, sources, limit, claim))
-        expected = [key for status in sources for key in self.model.shelf(task, status)][:limit]
+        expected = [key for status in sources for key in self.model.stored(task, status)][:limit]
         assert list(packed.keys if packed is not None else ()) == expected
         for key in expected:
             stored = self.model.groups[key]
@@ -285,7 +287,7 @@ class BufferMachine(RuleBasedStateMachine):
         keys = now(self.buffer.reclaim())
         assert not held or set(keys) == set(held)
         for key in held:
-            self.model.groups[key].place = "shelf"
+            self.model.groups[key].place = "stored"
         self.model.claim = 0
         self.ends()
 
@@ -298,10 +300,10 @@ class BufferMachine(RuleBasedStateMachine):
         if self.step not in self.model.leases:
             chosen = []
             for task, count in wanted.items():
-                shelf = self.model.shelf(task, Status.COMPLETED)
+                waiting = self.model.stored(task, Status.COMPLETED)
                 fresh = [
                     k
-                    for k in shelf
+                    for k in waiting
                     if not any(self.model.expired_members(self.model.groups[k].group, self.step))
                 ]
                 chosen += fresh[:count] if len(fresh) >= count else [None]
@@ -374,7 +376,7 @@ class BufferMachine(RuleBasedStateMachine):
         for _ in range(2):
             now(self.buffer.load_state_dict(state))
         for stored in self.model.groups.values():
-            stored.place = "shelf"
+            stored.place = "stored"
         self.model.leases.clear()
         self.model.claim, self.model.full = 0, False
         self.ends()
@@ -404,21 +406,19 @@ class BufferMachine(RuleBasedStateMachine):
                 if key[0] == task and stored.place != "out":
                     expected[status] = expected.get(status, 0) + 1
             assert found.groups[task] == expected
-            for status in SHELVED:
-                shelf = [record.key for record in self.buffer._index.in_order(task, status)]
-                assert shelf == self.model.shelf(task, status)
+            for status in KEPT:
+                assert list(self.buffer.state.index.keys(task, status)) == self.model.stored(task, status)
         assert found.is_full == self.model.full
 
     @invariant()
     def holds_no_group_that_ended(self) -> None:
         if self.journal is None:
             return
-        records = [*self.buffer._index, *self.buffer._out, *self.buffer._leased]
-        blocks = {id(record.block): record.block for record in records}.values()
-        assert sum(len(block.records) for block in blocks) == len(records) == len(self.model.groups)
-        for record in records:
-            assert record.block.records[record.index] is record and record.packed.keys == (record.key,)
-            assert 2 * len(record.block.records) > record.block.packed.num_groups or len(blocks) == 1
+        state, groups = self.buffer.state, self.buffer.groups
+        assert len(groups) == len(state.groups) == len(self.model.groups)
+        assert all(groups.view(key).keys == (key,) for key in state.groups)
+        sizes = [one.nbytes for one in state.groups.values()]
+        assert groups.nbytes <= 2 * sum(sizes) + GROUP_BYTES * len(sizes)
 
     @invariant()
     def counts_its_bytes_and_bounds_its_files(self) -> None:
