@@ -132,7 +132,7 @@ def bare_step(args: argparse.Namespace, packed: PackedGroups) -> Step:
                 ratio_T = torch.exp(chosen_T - chosen_T.detach())
                 gain_T = torch.minimum(ratio_T, ratio_T.clamp(0.8, 1.28)) * advantages[id(sample)]
                 loss = loss - gain_T.sum() / total
-            loss.backward()
+            torch.autograd.backward(loss)
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad()
@@ -182,7 +182,7 @@ def trl_step(args: argparse.Namespace, packed: PackedGroups, folder: str) -> Ste
                 "advantages": torch.tensor([s.state.reward or 0.0 for s in part]),
                 "num_items_in_batch": torch.tensor(float(mask.sum())),
             })  # fmt: skip
-            loss.backward()
+            torch.autograd.backward(loss)
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad()

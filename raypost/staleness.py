@@ -80,13 +80,14 @@ def expiry_steps(
     """Per trajectory, the first train step at which it is expired: its oldest token has reached `threshold`, or
     all tokens it trains have reached `token_threshold`. NEVER as version or threshold gives NEVER."""
     by_age, by_tokens = oldest + 1 + threshold, newest_trained + 1 + token_threshold
-    return np.minimum(np.minimum(by_age, by_tokens), NEVER)
+    steps: NDArray[np.int64] = np.minimum(np.minimum(by_age, by_tokens), NEVER)
+    return steps
 
 
 def fresh_tokens(versions: IntArray, train_step: int, token_threshold: NDArray[np.int64]) -> MaskArray:
     """Whether each token is younger than its token threshold; those that no policy produced have no age."""
-    fresh: MaskArray = staleness_of(versions, train_step) < token_threshold
-    return fresh | (versions == NO_VERSION)
+    fresh: MaskArray = (staleness_of(versions, train_step) < token_threshold) | (versions == NO_VERSION)
+    return fresh
 
 
 # Read as unsigned, NO_VERSION is the greatest version there is: it never is the oldest, and no token is newer.

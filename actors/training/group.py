@@ -71,8 +71,9 @@ class TrainerGroup:
 
     async def start(self) -> list[dict[str, Any]]:
         """Bring all ranks together and build their engines; returns what each says about itself."""
-        beside = _nothing() if self._reference is None else self._reference.start()
-        _, infos = await asyncio.gather(beside, self._start())
+        reference = _nothing() if self._reference is None else self._reference.start()
+        infos: list[dict[str, Any]]
+        _, infos = await asyncio.gather(reference, self._start())
         return infos
 
     async def _start(self) -> list[dict[str, Any]]:
@@ -156,6 +157,7 @@ class TrainerGroup:
         `TrainConfig.needs_old_logprobs` and `needs_ref_logprobs` say which refs there must be.
         """
         step = self._step + 1 if step is None else step
+        metrics: dict[str, float]
         metrics = (await self._each("train", batch_ref, step, advantages, old_logprobs, ref_logprobs))[0]
         self._step = step
         return metrics
@@ -185,7 +187,8 @@ class TrainerGroup:
 
     async def canary(self, token_ids: IntArray) -> FloatArray:
         """Logprob of every token but the first under the current weights, temperature 1."""
-        return (await self._each("canary_logprobs", token_ids))[0]
+        logprobs: FloatArray = (await self._each("canary_logprobs", token_ids))[0]
+        return logprobs
 
     async def save(self, path: Path | str) -> None:
         """Write weights, optimizer and random state below `path`, which every rank must see."""

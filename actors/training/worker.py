@@ -263,7 +263,7 @@ class TrainerWorker:
         with self._spans.span(CHECKPOINT):
             self._ready.save_hf(Path(path), ema)
 
-    @ray.method(concurrency_group="control")
+    @ray.method(concurrency_group="control")  # type: ignore[untyped-decorator]  # Ray has no type for it
     def drain_spans(self) -> list[Span]:
         """Time spent training, publishing and saving since the last call."""
         return self._spans.drain()

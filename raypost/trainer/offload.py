@@ -65,7 +65,7 @@ class HostStates:
         while self._lent:
             one = self._lent[-1]
             one.storage.resize_(one.nbytes)
-            for part, copy in zip(_bytes_of(one.storage).split(CHUNK_BYTES), one.copies, strict=False):
+            for part, copy in zip(torch.split(_bytes_of(one.storage), CHUNK_BYTES), one.copies, strict=False):
                 part.copy_(copy, non_blocking=True)
             self._lent.pop()
         self._settle()
@@ -83,7 +83,7 @@ class HostStates:
     def _copied(self, storage: torch.UntypedStorage) -> list[Tensor]:
         pinned = self._device.type == "cuda"
         copies = []
-        for part in _bytes_of(storage).split(CHUNK_BYTES):
+        for part in torch.split(_bytes_of(storage), CHUNK_BYTES):
             copies.append(torch.empty(part.shape, dtype=torch.uint8, pin_memory=pinned))
             copies[-1].copy_(part, non_blocking=True)
         return copies

@@ -77,7 +77,7 @@ async def test_adapter_sync_and_merged_sync_give_the_engine_the_trainers_logprob
         """The engine's logprobs under these weights, which are the trainer's."""
         report = await worker.load_weights.remote(manifest, *refs)
         assert (report.version, report.digest) == (manifest.version, manifest.digest)
-        got = await worker.canary.remote(IDS)
+        got: FloatArray = await worker.canary.remote(IDS)
         assert np.abs(got - await trainer.canary(IDS)).max() < 1e-4
         return got
 

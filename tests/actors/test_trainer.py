@@ -42,6 +42,7 @@ from raypost.types import Group, RolloutState, SampleParams, Span, Status
 from raypost.weights.manifest import verify, views
 from tests.actors.failing_ranks import FailingRank
 from tests.factories import CHAIN_SUM, make_config
+from tests.present import present
 
 pytestmark = [pytest.mark.usefixtures("local_ray"), pytest.mark.timeout(300)]
 VOCAB = 24
@@ -62,7 +63,9 @@ def train_config(**train: object) -> Config:
     )
 
 
-def make_batch(step: int, num_groups: int = 4, size: int = 4, **changes: object) -> PackedGroups:
+def make_batch(
+    step: int, num_groups: int = 4, size: int = 4, status: Status = Status.COMPLETED
+) -> PackedGroups:
     """Responses of random length; the more often a sample says token 5, the higher its reward."""
     rng = np.random.default_rng(step)
     groups = []
@@ -80,7 +83,7 @@ def make_batch(step: int, num_groups: int = 4, size: int = 4, **changes: object)
                 sample_index=index,
                 prompt_ids=prompt,
                 sample_params=SampleParams(max_tokens=32, temperature=0.8),
-                status=changes.get("status", Status.COMPLETED),
+                status=status,
                 reward=float((ids == 5).mean()),
             )
             logprobs = rng.normal(-3.2, 0.3, length).astype(np.float32)
@@ -127,7 +130,7 @@ class Probe(TrainerWorker):
         rank = PolicyRank(config, self._model_path, self._rank, self._config.train.num_workers)
         start = rank.load(Path(resume)) if resume else 0
 
-        def values(weights: Iterator) -> Weights:
+        def values(weights: Iterator[Any]) -> Weights:
             return {
                 n: torch.from_numpy(d.copy()).view(getattr(torch, dtype)).float().numpy()
                 for n, d, dtype, _ in weights
@@ -330,17 +333,20 @@ def largest_difference(a: Weights, b: Weights) -> float:
 
 async def trained(group: TrainerGroup, **train: object) -> tuple[Weights, list[dict[str, float]]]:
     config = train_config(num_workers=len(group.workers), **train)
-    return (await each(group, "weights_after", config, 3))[0]
+    first: tuple[Weights, list[dict[str, float]]] = (await each(group, "weights_after", config, 3))[0]
+    return first
 
 
 @pytest.mark.parametrize("minibatches", [1, 2])
 async def test_update_depends_neither_on_ranks_nor_on_micro_batches_nor_on_zero_stage(
-    solo, pair, sft, minibatches
-):
+    solo: TrainerGroup, pair: TrainerGroup, sft: dict[str, object], minibatches: int
+) -> None:
     # With two minibatches, supervised examples are mixed in: three for two optimizer steps.
-    base = {"num_minibatches": minibatches, "sft": sft if minibatches == 2 else None}
+    base: dict[str, Any] = {"num_minibatches": minibatches, "sft": sft if minibatches == 2 else None}
     reference, expected = await trained(solo, zero_stage=0, **base)
-    variants = {f"1 rank, stage {s}": (solo, {"zero_stage": s}) for s in (1, 2, 3)}
+    variants: dict[str, tuple[TrainerGroup, dict[str, Any]]] = {
+        f"1 rank, stage {s}": (solo, {"zero_stage": s}) for s in (1, 2, 3)
+    }
     variants["1 rank, stage 1, small"] = (solo, {"zero_stage": 1, "micro_batch_tokens": 48})
     variants["1 rank, unpacked"] = (solo, {"packing": False})
     variants["2 ranks, prompts not shared"] = (pair, {"share_prompts": "off", "micro_batch_tokens": 48})
@@ -370,7 +376,7 @@ async def test_update_depends_neither_on_ranks_nor_on_micro_batches_nor_on_zero_
         assert expected[0]["ratio_max"] > 1.0
 
 
-LENT = {
+LENT: dict[str, tuple[int, dict[str, Any]]] = {
     "stage 0": (1, {"zero_stage": 0}),
     "stage 1, adapters": (1, {"zero_stage": 1, "lora": {"rank": 2}}),
     "stage 2, reference and average": (
@@ -386,7 +392,9 @@ LENT = {
 
 
 @pytest.mark.parametrize("name", LENT)
-async def test_what_is_lent_between_steps_comes_back_as_it_was(solo, pair, name):
+async def test_what_is_lent_between_steps_comes_back_as_it_was(
+    solo: TrainerGroup, pair: TrainerGroup, name: str
+) -> None:
     ranks, options = LENT[name]
     group = (solo, pair)[ranks - 1]
     expected, _ = await trained(group, **options)
@@ -399,7 +407,7 @@ async def test_what_is_lent_between_steps_comes_back_as_it_was(solo, pair, name)
     assert all((weights[one] == expected[one]).all() for one in expected)
 
 
-async def test_a_rank_that_has_lent_its_device_refuses_all_but_to_take_it_back(fresh):
+async def test_a_rank_that_has_lent_its_device_refuses_all_but_to_take_it_back(fresh: TrainerGroup) -> None:
     await fit(fresh, 1)
     manifest, _ = await fresh.publish(1)
     await fresh.offload()
@@ -413,7 +421,7 @@ async def test_a_rank_that_has_lent_its_device_refuses_all_but_to_take_it_back(f
     await fresh.offload()
 
 
-ALGORITHMS = {
+ALGORITHMS: dict[str, dict[str, Any]] = {
     "one update": {},
     "updates and reference": {
         "num_minibatches": 2, "num_epochs": 2, "loss": {"kl": {"coefficient": 0.1}, "entropy_coefficient": 0.01},
@@ -423,7 +431,9 @@ ALGORITHMS = {
 
 
 @pytest.mark.parametrize("name", ALGORITHMS)
-async def test_fit_is_the_composition_of_its_calls_bit_for_bit(solo, pair, name):
+async def test_fit_is_the_composition_of_its_calls_bit_for_bit(
+    solo: TrainerGroup, pair: TrainerGroup, name: str
+) -> None:
     results = {}
     for group in (solo, pair):
         config = train_config(num_workers=len(group.workers), zero_stage=3, **ALGORITHMS[name])
@@ -456,7 +466,9 @@ async def compose(trainer: TrainerGroup, config: Config, batch_ref: ray.ObjectRe
     return await trainer.train(batch_ref, advantages, old, ref)
 
 
-async def test_logprobs_of_a_batch_are_those_of_the_model(fresh, fresh_pair, model_path):
+async def test_logprobs_of_a_batch_are_those_of_the_model(
+    fresh: TrainerGroup, fresh_pair: TrainerGroup, model_path: str
+) -> None:
     batch = make_batch(1)
     expected = np.zeros(len(batch.columns[1]), np.float32)
     model = AutoModelForCausalLM.from_pretrained(model_path)
@@ -474,7 +486,7 @@ async def test_logprobs_of_a_batch_are_those_of_the_model(fresh, fresh_pair, mod
         await fresh.compute_ref_logprobs(ray.put(batch))
 
 
-async def test_without_the_old_logprobs_several_updates_are_refused(solo):
+async def test_without_the_old_logprobs_several_updates_are_refused(solo: TrainerGroup) -> None:
     config = train_config(num_minibatches=2)
     await each(solo, "renew", config)
     trainer, batch_ref = TrainerGroup(solo.workers, config), ray.put(make_batch(1))
@@ -483,7 +495,9 @@ async def test_without_the_old_logprobs_several_updates_are_refused(solo):
         await trainer.train(batch_ref, advantages)
 
 
-async def test_a_critic_learns_beside_the_policy_and_is_saved_with_it(solo, model_path, tmp_path):
+async def test_a_critic_learns_beside_the_policy_and_is_saved_with_it(
+    solo: TrainerGroup, model_path: str, tmp_path: Path
+) -> None:
     config = train_config(advantage={"kind": "gae"}, critic={"learning_rate": 1e-2}, num_epochs=2)
     of_critic = config.model_copy(update={"train": config.train.for_critic})
     critic = make_group(model_path, of_critic, TrainerWorker, "critic")
@@ -542,8 +556,8 @@ async def check_values_after_a_cut(critic: TrainerGroup) -> None:
 
 @pytest.mark.parametrize("stage", [1, 3])
 async def test_adapters_are_trained_alone_published_merged_and_the_reference_is_without_them(
-    solo, pair, model_path, tmp_path, stage
-):
+    solo: TrainerGroup, pair: TrainerGroup, model_path: str, tmp_path: Path, stage: int
+) -> None:
     loss = {"kl": {"coefficient": 0.1}}
     losses = []
     for group in (solo, pair):
@@ -589,19 +603,23 @@ async def test_adapters_are_trained_alone_published_merged_and_the_reference_is_
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
-async def test_bfloat16_weights_move_by_less_than_they_can_hold(solo, stage):
+async def test_bfloat16_weights_move_by_less_than_they_can_hold(solo: TrainerGroup, stage: int) -> None:
     # In bfloat16 itself, a step of 1e-5 would be lost on nearly every weight.
     config = train_config(dtype="bfloat16", zero_stage=stage, learning_rate=1e-5)
     (moved,) = await each(solo, "bfloat16_drift", config, 40)
     assert 2e-4 < moved < 6e-4
 
 
-async def test_supervised_examples_are_learned_beside_a_batch_and_without_one(solo, sft, model_path):
+async def test_supervised_examples_are_learned_beside_a_batch_and_without_one(
+    solo: TrainerGroup, sft: dict[str, object], model_path: str
+) -> None:
     """Where no advantage is left, the gradient is that of the examples' mean cross entropy, times its coefficient."""
     config = train_config(sft=sft, micro_batch_tokens=48)
     await each(solo, "renew", config)
     trainer = TrainerGroup(solo.workers, config)
-    examples = SftExamples(config.train.sft, RaypostTokenizer.load(model_path), 0, config.max_model_len)
+    examples = SftExamples(
+        present(config.train.sft), RaypostTokenizer.load(model_path), 0, config.max_model_len
+    )
     model = AutoModelForCausalLM.from_pretrained(model_path).double()
     total, count = torch.zeros((), dtype=torch.float64), 0
     for sample in examples.of_step(1):
@@ -623,7 +641,9 @@ async def test_supervised_examples_are_learned_beside_a_batch_and_without_one(so
     assert sum(losses[-7:]) < 0.8 * sum(losses[:7])
 
 
-async def test_published_weights_are_those_of_the_hugging_face_model(fresh, fresh_pair, model_path, tmp_path):
+async def test_published_weights_are_those_of_the_hugging_face_model(
+    fresh: TrainerGroup, fresh_pair: TrainerGroup, model_path: str, tmp_path: Path
+) -> None:
     for group in (fresh, fresh_pair):
         manifest, refs = await group.publish(0)
         buckets = ray.get(refs)
@@ -636,7 +656,9 @@ async def test_published_weights_are_those_of_the_hugging_face_model(fresh, fres
             assert np.array_equal(data.view(np.float32), expected[entry.name].numpy().ravel())
 
 
-async def test_versions_differ_after_a_step_and_only_two_are_kept(fresh, model_path):
+async def test_versions_differ_after_a_step_and_only_two_are_kept(
+    fresh: TrainerGroup, model_path: str
+) -> None:
     digests = [(await fresh.publish(0))[0].digest]
     for step in (1, 2, 3):
         await fit(fresh, step)
@@ -648,7 +670,9 @@ async def test_versions_differ_after_a_step_and_only_two_are_kept(fresh, model_p
     assert (await fresh.publish(4))[0].digest == digests[-1]
 
 
-async def test_exported_model_gives_the_logprobs_of_the_trainer(fresh, fresh_pair, tmp_path):
+async def test_exported_model_gives_the_logprobs_of_the_trainer(
+    fresh: TrainerGroup, fresh_pair: TrainerGroup, tmp_path: Path
+) -> None:
     for group in (fresh, fresh_pair):
         await fit(group, group.step + 1)
         path = tmp_path / f"export-{len(group.workers)}"
@@ -666,7 +690,9 @@ async def test_exported_model_gives_the_logprobs_of_the_trainer(fresh, fresh_pai
 
 
 @pytest.mark.parametrize("stage", [0, 1, 3])
-async def test_a_restored_run_goes_on_bit_for_bit(solo, sft, tmp_path, stage):
+async def test_a_restored_run_goes_on_bit_for_bit(
+    solo: TrainerGroup, sft: dict[str, object], tmp_path: Path, stage: int
+) -> None:
     noisy = {"kind": "tests.actors.random_loss:random_loss"}
     config, folder = train_config(zero_stage=stage, sft=sft, loss=noisy), str(tmp_path)
     straight, _ = (await each(solo, "weights_after", config, 4, "", 2, folder))[0]
@@ -675,7 +701,9 @@ async def test_a_restored_run_goes_on_bit_for_bit(solo, sft, tmp_path, stage):
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-async def test_a_run_goes_on_with_other_ranks_and_another_zero_stage(solo, pair, tmp_path, dtype):
+async def test_a_run_goes_on_with_other_ranks_and_another_zero_stage(
+    solo: TrainerGroup, pair: TrainerGroup, tmp_path: Path, dtype: str
+) -> None:
     for source, stage, target, other in (
         (solo, 1, pair, 3), (pair, 3, solo, 2), (pair, 2, solo, 1), (solo, 2, pair, 2), (pair, 3, solo, 3),
     ):  # fmt: skip
@@ -700,7 +728,9 @@ def running_average(seen: list[Weights], decay: float, start: Weights | None = N
     return average
 
 
-async def test_the_moving_average_of_the_weights_is_its_formula_at_every_stage(solo, pair):
+async def test_the_moving_average_of_the_weights_is_its_formula_at_every_stage(
+    solo: TrainerGroup, pair: TrainerGroup
+) -> None:
     batches = [make_batch(1), make_batch(2, status=Status.FAILED), make_batch(3), make_batch(4)]
     for group, stage, dtype in (
         *((solo, s, "float32") for s in range(4)), *((pair, s, "float32") for s in (0, 2, 3)),
@@ -717,7 +747,9 @@ async def test_the_moving_average_of_the_weights_is_its_formula_at_every_stage(s
         assert largest_difference(average, seen[-1]) > 4e-3
 
 
-async def test_the_moving_average_goes_on_with_other_ranks_and_another_stage(solo, pair, tmp_path):
+async def test_the_moving_average_goes_on_with_other_ranks_and_another_stage(
+    solo: TrainerGroup, pair: TrainerGroup, tmp_path: Path
+) -> None:
     batches = [make_batch(step) for step in range(1, 5)]
     decay = {"ema_decay": 0.7, "learning_rate": 1e-2}
     configs = {
@@ -738,7 +770,9 @@ async def test_the_moving_average_goes_on_with_other_ranks_and_another_stage(sol
         await each(solo, "averaged", configs[solo], [], str(tmp_path / "1"))
 
 
-async def test_a_damaged_checkpoint_is_refused_by_name(solo, pair, tmp_path):
+async def test_a_damaged_checkpoint_is_refused_by_name(
+    solo: TrainerGroup, pair: TrainerGroup, tmp_path: Path
+) -> None:
     config = train_config()
     await each(solo, "weights_after", config, 1, "", 1, str(tmp_path))
     (state,) = tmp_path.rglob("*optim_states.pt")
@@ -749,7 +783,9 @@ async def test_a_damaged_checkpoint_is_refused_by_name(solo, pair, tmp_path):
         await each(pair, "weights_after", train_config(num_workers=2), 2, str(tmp_path))
 
 
-async def test_group_restores_its_step_and_refuses_a_checkpoint_that_does_not_fit(fresh, solo, tmp_path):
+async def test_group_restores_its_step_and_refuses_a_checkpoint_that_does_not_fit(
+    fresh: TrainerGroup, solo: TrainerGroup, tmp_path: Path
+) -> None:
     for step in (1, 2):
         await fit(fresh, step)
     await fresh.save(tmp_path / "trainer")
@@ -765,7 +801,7 @@ async def test_group_restores_its_step_and_refuses_a_checkpoint_that_does_not_fi
         await fresh.load(tmp_path / "nothing")
 
 
-async def test_a_step_is_trained_once(fresh):
+async def test_a_step_is_trained_once(fresh: TrainerGroup) -> None:
     first = await fit(fresh, 1)
     digest = (await fresh.publish(1))[0].digest
     assert await fit(fresh, 1) == first
@@ -777,7 +813,9 @@ async def test_a_step_is_trained_once(fresh):
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
-async def test_a_step_without_finite_gradient_changes_nothing_and_training_goes_on(solo, stage):
+async def test_a_step_without_finite_gradient_changes_nothing_and_training_goes_on(
+    solo: TrainerGroup, stage: int
+) -> None:
     # Without a bound, weights of exp(300) overflow the loss.
     config = train_config(zero_stage=stage, correction={"weight": {"upper": None}})
     (skipped,) = await each(solo, "poisoned", config)
@@ -794,7 +832,7 @@ async def test_a_step_without_finite_gradient_changes_nothing_and_training_goes_
     assert all(np.isfinite(list(m.values())).all() for m in metrics)
 
 
-async def test_a_batch_without_anything_trainable_is_skipped_and_counted(fresh):
+async def test_a_batch_without_anything_trainable_is_skipped_and_counted(fresh: TrainerGroup) -> None:
     digest = (await fresh.publish(0))[0].digest
     metrics = await fresh.fit(ray.put(make_batch(1, status=Status.FAILED)))
     assert (metrics["skipped_steps"], metrics["num_samples"], metrics["left_out"]) == (1.0, 0.0, 20.0)
@@ -802,7 +840,7 @@ async def test_a_batch_without_anything_trainable_is_skipped_and_counted(fresh):
     assert (await fit(fresh, 2))["skipped_steps"] == 1.0
 
 
-async def test_bad_input_is_left_out_and_changes_nothing_for_the_rest(fresh):
+async def test_bad_input_is_left_out_and_changes_nothing_for_the_rest(fresh: TrainerGroup) -> None:
     """Beside good groups, in a batch with every kind of it, down to groups of which nothing is left."""
     good, bad = unpack_groups(make_batch(1)), unpack_groups(make_batch(2, num_groups=6))
     for group in bad:
@@ -834,7 +872,9 @@ def out_of_memory(tokens: LossTokens, config: LossConfig) -> tuple[torch.Tensor,
     return torch.empty(2**47, dtype=torch.float64), tokens.rows_T > 0
 
 
-async def test_a_micro_batch_that_does_not_fit_the_memory_is_named_with_what_makes_it_smaller(solo):
+async def test_a_micro_batch_that_does_not_fit_the_memory_is_named_with_what_makes_it_smaller(
+    solo: TrainerGroup,
+) -> None:
     await each(
         solo, "renew", train_config(loss={"kind": f"{__name__}:out_of_memory"}, micro_batch_tokens=400)
     )
@@ -845,7 +885,7 @@ async def test_a_micro_batch_that_does_not_fit_the_memory_is_named_with_what_mak
     assert "Lower train.micro_batch_tokens" in text
 
 
-async def test_training_raises_the_reward_of_what_is_sampled(fresh):
+async def test_training_raises_the_reward_of_what_is_sampled(fresh: TrainerGroup) -> None:
     ids = np.asarray([1, 5, 2, 5, 3, 5], np.int32)
     before = (await fresh.canary(ids))[::2].mean()
     for step in range(1, 11):
@@ -853,7 +893,7 @@ async def test_training_raises_the_reward_of_what_is_sampled(fresh):
     assert (await fresh.canary(ids))[::2].mean() > before + 0.5
 
 
-async def test_time_is_accounted_for_by_kind_and_actor(fresh, tmp_path):
+async def test_time_is_accounted_for_by_kind_and_actor(fresh: TrainerGroup, tmp_path: Path) -> None:
     await fit(fresh, 1)
     await fresh.publish(1)
     await fresh.save(tmp_path)
@@ -864,7 +904,7 @@ async def test_time_is_accounted_for_by_kind_and_actor(fresh, tmp_path):
     assert await drained(fresh) == []
 
 
-async def test_a_broken_rank_is_not_waited_for_and_a_late_one_is_named():
+async def test_a_broken_rank_is_not_waited_for_and_a_late_one_is_named() -> None:
     group = make_group("", train_config(num_workers=2, step_timeout_s=4), FailingRank)
     await asyncio.gather(*(worker.close.remote() for worker in group.workers))
     now = asyncio.get_running_loop().time
@@ -878,13 +918,13 @@ async def test_a_broken_rank_is_not_waited_for_and_a_late_one_is_named():
     await group.shutdown()
 
 
-async def test_ranks_find_each_other_at_the_nodes_address(pair):
+async def test_ranks_find_each_other_at_the_nodes_address(pair: TrainerGroup) -> None:
     infos = await each(pair, "setup", "unused", 0)
     assert [info["rank"] for info in infos] == [0, 1] and len({info["pid"] for info in infos}) == 2
     address, port = (await each(pair, "rendezvous"))[0]
     assert address == ray.util.get_node_ip_address() and port > 0
 
 
-def test_the_number_of_workers_must_be_that_of_the_configuration():
+def test_the_number_of_workers_must_be_that_of_the_configuration() -> None:
     with pytest.raises(ValueError, match=r"0 workers, but train\.num_workers is 1"):
         TrainerGroup([], train_config())

@@ -6,6 +6,10 @@ compared runs in TRL: `_generate_and_score_completions`, from rewards to advanta
 `_compute_loss`, whose gradient by the logprobs is compared as well.
 """
 
+from __future__ import annotations
+
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
@@ -30,7 +34,9 @@ COUNT = GROUPS * SIZE
 class Fed:
     """What a trainer is fed instead of what it would generate and compute."""
 
-    def feed(self, case):
+    model: torch.nn.Module
+
+    def feed(self, case: Case) -> Fed:
         self.case = case
         self.current_gradient_accumulation_steps = 1
         self.use_vllm = case.use_vllm
@@ -39,7 +45,7 @@ class Fed:
         self.model.train()
         return self
 
-    def _generate(self, prompts):
+    def _generate(self, prompts: Any) -> Any:
         case = self.case
         ids = [[1] * int(length) for length in case.lengths]
         masks = [
@@ -51,30 +57,30 @@ class Fed:
             return prompt_ids, ids, [""] * COUNT
         return prompt_ids, ids, masks, [""] * COUNT, rollout, {}, None, [None] * COUNT
 
-    def _calculate_rewards(self, *_):
+    def _calculate_rewards(self, *_: Any) -> Any:
         return self.case.rewards[:, None]
 
-    def _get_per_token_logps_and_entropies(self, model, *_, **__):
+    def _get_per_token_logps_and_entropies(self, model: Any, *_: Any, **__: Any) -> Any:
         if model == "policy":
             return self.case.logprobs, self.case.entropy, None
         return (self.case.reference if model == "reference" else self.case.old), None, None
 
 
-class FedGRPO(Fed, GRPOTrainer):
+class FedGRPO(Fed, GRPOTrainer):  # type: ignore[misc]  # TRL has no types
     pass
 
 
-class FedRLOO(Fed, RLOOTrainer):
+class FedRLOO(Fed, RLOOTrainer):  # type: ignore[misc]  # TRL has no types
     pass
 
 
 class Case:
     """Random padded tokens of two groups, with a mask of tool tokens inside the responses."""
 
-    def __init__(self, seed, beta=0.0, use_vllm=False):
+    def __init__(self, seed: int, beta: float = 0.0, use_vllm: bool = False) -> None:
         g = torch.Generator().manual_seed(seed)
 
-        def random(*shape):
+        def random(*shape: int) -> Any:
             return torch.rand(*shape, generator=g, dtype=torch.float64)
 
         self.beta, self.use_vllm = beta, use_vllm
@@ -93,7 +99,7 @@ class Case:
 
 
 @pytest.fixture(scope="module")
-def make_trainer(tmp_path_factory):
+def make_trainer(tmp_path_factory: pytest.TempPathFactory) -> Any:
     """A trainer of TRL with these settings."""
     words = {f"w{i}": i for i in range(9)} | {"<pad>": 9, "<eos>": 10}
     tokenizer = PreTrainedTokenizerFast(
@@ -102,7 +108,7 @@ def make_trainer(tmp_path_factory):
     model = GPT2LMHeadModel(GPT2Config(vocab_size=11, n_positions=16, n_embd=4, n_layer=1, n_head=1,
                                        bos_token_id=10, eos_token_id=10))  # fmt: skip
 
-    def make(kind=FedGRPO, **settings):
+    def make(kind: Any = FedGRPO, **settings: Any) -> Any:
         config = {FedGRPO: GRPOConfig, FedRLOO: RLOOConfig}[kind](
             output_dir=str(tmp_path_factory.mktemp("trl")), use_cpu=True, bf16=False, report_to=[],
             per_device_train_batch_size=COUNT, num_generations=SIZE, max_completion_length=LONGEST,
@@ -116,11 +122,11 @@ def make_trainer(tmp_path_factory):
     return make
 
 
-def scored_by_trl(trainer, case):
+def scored_by_trl(trainer: Any, case: Case) -> Any:
     return trainer.feed(case)._generate_and_score_completions([{"prompt": "w1"}] * COUNT)
 
 
-def trls_loss(trainer, case):
+def trls_loss(trainer: Any, case: Case) -> Any:
     """TRL's loss and its gradient by the logprobs, and what it computed before."""
     batch = scored_by_trl(trainer, case)
     if "old_per_token_logps" not in batch:
@@ -131,7 +137,9 @@ def trls_loss(trainer, case):
     return loss.item(), gradient, batch
 
 
-def our_loss(case, batch, aggregation="token", correction=None, **fields):
+def our_loss(
+    case: Case, batch: Any, aggregation: Any = "token", correction: Any = None, **fields: Any
+) -> Any:
     """The same by raypost, from the same advantages."""
     lengths = case.mask.sum(-1)
     config = LossConfig(aggregation=aggregation, **fields)
@@ -152,7 +160,7 @@ def our_loss(case, batch, aggregation="token", correction=None, **fields):
     return loss.item(), gradient
 
 
-def check(trainer, case, **fields):
+def check(trainer: Any, case: Case, **fields: Any) -> None:
     expected, expected_gradient, batch = trls_loss(trainer, case)
     loss, gradient = our_loss(case, batch, **fields)
     assert loss == pytest.approx(expected, rel=1e-6, abs=1e-9) and abs(expected) > 1e-6
@@ -166,7 +174,7 @@ SEEDS = range(5)
 # ---------------------------------------------------------------- advantages
 
 
-def advantages(case, kind, token_rewards=None, **fields):
+def advantages(case: Case, kind: str, token_rewards: Any = None, **fields: Any) -> Any:
     lengths = case.mask.sum(-1).numpy()
     scored = Scored(case.rewards.numpy(), lengths, [SIZE] * GROUPS, token_rewards_M=token_rewards)
     got = compute_advantages(scored, AdvantageConfig(kind=kind, **fields)).advantages_M
@@ -174,7 +182,7 @@ def advantages(case, kind, token_rewards=None, **fields):
 
 
 @pytest.mark.parametrize("kind, scale", [("grpo", "group"), ("dr_grpo", "none")])
-def test_advantages_are_those_of_trls_grpo(make_trainer, kind, scale):
+def test_advantages_are_those_of_trls_grpo(make_trainer: Any, kind: str, scale: float) -> None:
     trainer = make_trainer(scale_rewards=scale)
     for seed in SEEDS:
         case = Case(seed)
@@ -183,7 +191,7 @@ def test_advantages_are_those_of_trls_grpo(make_trainer, kind, scale):
         assert expected.abs().max() > 0.1
 
 
-def test_advantages_are_those_of_trls_rloo(make_trainer):
+def test_advantages_are_those_of_trls_rloo(make_trainer: Any) -> None:
     trainer = make_trainer(FedRLOO, beta=0.0)
     for seed in SEEDS:
         case = Case(seed)
@@ -192,7 +200,7 @@ def test_advantages_are_those_of_trls_rloo(make_trainer):
         assert expected.abs().max() > 0.1
 
 
-def test_the_divergence_in_the_reward_is_that_of_trls_rloo(make_trainer):
+def test_the_divergence_in_the_reward_is_that_of_trls_rloo(make_trainer: Any) -> None:
     trainer = make_trainer(FedRLOO, beta=0.0)
     for seed in SEEDS:
         case = Case(seed, beta=0.3)
@@ -209,19 +217,21 @@ def test_the_divergence_in_the_reward_is_that_of_trls_rloo(make_trainer):
 @pytest.mark.parametrize("loss_type, aggregation", [
     ("grpo", "sequence"), ("bnpo", "token"), ("dapo", "token"), ("dr_grpo", "constant"),
 ])  # fmt: skip
-def test_the_clipped_loss_is_trls_under_every_aggregation(make_trainer, loss_type, aggregation):
+def test_the_clipped_loss_is_trls_under_every_aggregation(
+    make_trainer: Any, loss_type: str, aggregation: Any
+) -> None:
     trainer = make_trainer(loss_type=loss_type, epsilon=0.2, epsilon_high=0.28)
     for seed in SEEDS:
         check(trainer, Case(seed), aggregation=aggregation)
 
 
-def test_the_dual_clip_is_trls_delta(make_trainer):
+def test_the_dual_clip_is_trls_delta(make_trainer: Any) -> None:
     trainer = make_trainer(loss_type="dapo", epsilon=0.2, epsilon_high=0.28, delta=1.4)
     for seed in SEEDS:
         check(trainer, Case(seed), dual_clip=1.4)
 
 
-def test_gspo_is_trls_sequence_level(make_trainer):
+def test_gspo_is_trls_sequence_level(make_trainer: Any) -> None:
     trainer = make_trainer(
         loss_type="grpo", importance_sampling_level="sequence", epsilon=0.1, epsilon_high=0.15
     )
@@ -229,14 +239,14 @@ def test_gspo_is_trls_sequence_level(make_trainer):
         check(trainer, Case(seed), kind="gspo", aggregation="sequence", clip_low=0.1, clip_high=0.15)
 
 
-def test_cispo_is_trls(make_trainer):
+def test_cispo_is_trls(make_trainer: Any) -> None:
     # TRL's epsilon_high is the cap itself.
     trainer = make_trainer(loss_type="cispo", epsilon_high=1.5)
     for seed in SEEDS:
         check(trainer, Case(seed), kind="cispo", clip_low=1.0, clip_high=0.5)
 
 
-def sapo(tokens, config):
+def sapo(tokens: LossTokens, config: Any) -> Any:
     """Soft gates in place of clips, arXiv 2511.20347: a loss of one's own."""
     ratio_T = torch.exp(tokens.logprobs_T - tokens.proximal_T)
     sharp_T = torch.where(tokens.advantages_T > 0, 1.0, 1.05)
@@ -244,7 +254,7 @@ def sapo(tokens, config):
     return -gate_T * tokens.advantages_T, torch.zeros_like(tokens.rows_T, dtype=torch.bool)
 
 
-def test_a_loss_by_import_path_is_trls_sapo(make_trainer):
+def test_a_loss_by_import_path_is_trls_sapo(make_trainer: Any) -> None:
     trainer = make_trainer(loss_type="sapo", sapo_temperature_pos=1.0, sapo_temperature_neg=1.05)
     for seed in SEEDS:
         check(trainer, Case(seed), kind=f"{__name__}:sapo", aggregation="sequence")
@@ -252,7 +262,9 @@ def test_a_loss_by_import_path_is_trls_sapo(make_trainer):
 
 @pytest.mark.parametrize("unbiased", [False, True])
 @pytest.mark.parametrize("loss_type, aggregation", [("grpo", "sequence"), ("dapo", "token")])
-def test_the_divergence_in_the_loss_is_trls(make_trainer, loss_type, aggregation, unbiased):
+def test_the_divergence_in_the_loss_is_trls(
+    make_trainer: Any, loss_type: str, aggregation: Any, unbiased: bool
+) -> None:
     trainer = make_trainer(
         loss_type=loss_type, epsilon=0.2, epsilon_high=0.28, use_bias_correction_kl=unbiased
     )
@@ -261,7 +273,7 @@ def test_the_divergence_in_the_loss_is_trls(make_trainer, loss_type, aggregation
         check(trainer, Case(seed, beta=0.3), aggregation=aggregation, kl=kl)
 
 
-def test_the_entropy_bonus_is_trls(make_trainer):
+def test_the_entropy_bonus_is_trls(make_trainer: Any) -> None:
     trainer = make_trainer(loss_type="dapo", epsilon=0.2, epsilon_high=0.28, entropy_coef=0.05)
     for seed in SEEDS:
         check(trainer, Case(seed), entropy_coefficient=0.05)
@@ -272,7 +284,7 @@ def test_the_entropy_bonus_is_trls(make_trainer):
 
 @pytest.mark.parametrize("mode", ["token_truncate", "token_mask", "sequence_truncate", "sequence_mask"])
 @pytest.mark.parametrize("low, high", [(0.6, 1.5), (None, 2.0)])
-def test_importance_sampling_is_trls(make_trainer, mode, low, high):
+def test_importance_sampling_is_trls(make_trainer: Any, mode: str, low: Any, high: Any) -> None:
     trainer = make_trainer(
         loss_type="dapo", epsilon=0.2, epsilon_high=0.28, vllm_importance_sampling_correction=True,
         vllm_importance_sampling_mode=mode, vllm_importance_sampling_clip_min=low,
@@ -280,12 +292,12 @@ def test_importance_sampling_is_trls(make_trainer, mode, low, high):
     )  # fmt: skip
     level, action = mode.split("_")
     bounds = {"level": level, "lower": low, "upper": high}
-    settings = {"weight": bounds} if action == "truncate" else {
+    settings: dict[str, Any] = {"weight": bounds} if action == "truncate" else {
         "weight": {"level": level, "upper": None}, "reject": bounds,
     }  # fmt: skip
     config = CorrectionConfig(**settings)
 
-    def correction(tokens):
+    def correction(tokens: LossTokens) -> Any:
         staleness = torch.zeros_like(tokens.rows_T)
         return correct(config, tokens.proximal_T, tokens.rollout_T, tokens.rows_T, COUNT, staleness)
 
@@ -296,7 +308,7 @@ def test_importance_sampling_is_trls(make_trainer, mode, low, high):
 # ---------------------------------------------------------------- logprobs
 
 
-def test_logprobs_and_entropy_and_their_gradients_are_trls():
+def test_logprobs_and_entropy_and_their_gradients_are_trls() -> None:
     g = torch.Generator().manual_seed(0)
     logits = torch.randn(50, 37, generator=g, dtype=torch.float64, requires_grad=True)
     targets = torch.randint(0, 37, (50,), generator=g)
@@ -308,4 +320,4 @@ def test_logprobs_and_entropy_and_their_gradients_are_trls():
         total = (logprobs * pulls[0] + entropy * pulls[1]).sum()
         gradients.append(torch.autograd.grad(total, logits)[0])
     assert all(torch.allclose(a, b, rtol=1e-9, atol=1e-12) for a, b in zip(got, expected, strict=True))
-    assert torch.allclose(*gradients, rtol=1e-9, atol=1e-12)
+    assert torch.allclose(gradients[0], gradients[1], rtol=1e-9, atol=1e-12)

@@ -1,12 +1,17 @@
 """Advantages against loops that spell the formulas out, over random groups, masks and lengths."""
 
+from __future__ import annotations
+
 import math
+from collections.abc import Callable, Sequence
 from itertools import combinations
+from typing import Any
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from numpy.typing import NDArray
 
 from raypost.config import AdvantageConfig
 from raypost.errors import ConfigError
@@ -17,22 +22,22 @@ REWARD = st.floats(-5, 5, allow_nan=False).map(lambda r: round(r, 3))
 GROUP = st.lists(st.one_of(REWARD, st.sampled_from([0.0, 1.0])), min_size=2, max_size=9)
 
 
-def mean(values):
+def mean(values: Any) -> float:
     return math.fsum(values) / len(values)
 
 
-def std(values, ddof=1):
+def std(values: Any, ddof: int = 1) -> float:
     return math.sqrt(math.fsum((v - mean(values)) ** 2 for v in values) / (len(values) - ddof))
 
 
-def close(got, expected):
+def close(got: Any, expected: Any) -> None:
     assert np.allclose(got, expected, rtol=1e-6, atol=1e-6), (got, expected)
 
 
 # ---------------------------------------------------------------- members compared
 
 
-def naive_pass_at_k(rewards, k, eps):
+def naive_pass_at_k(rewards: Any, k: int, eps: float) -> list[float]:
     sets = list(combinations(range(len(rewards)), k))
     worth = {one: max(rewards[i] for i in one) for one in sets}
     centre, spread = mean(list(worth.values())), std(list(worth.values()), ddof=0)
@@ -44,7 +49,7 @@ def naive_pass_at_k(rewards, k, eps):
 
 @settings(max_examples=80, deadline=None)
 @given(rewards=GROUP, data=st.data())
-def test_estimators_are_their_formulas(rewards, data):
+def test_estimators_are_their_formulas(rewards: Any, data: st.DataObject) -> None:
     lengths = data.draw(st.lists(st.integers(1, 50), min_size=len(rewards), max_size=len(rewards)))
     n, total = len(rewards), math.fsum(rewards)
     eps = 1e-4
@@ -58,7 +63,7 @@ def test_estimators_are_their_formulas(rewards, data):
     close(pass_at_k(rewards, k, eps), naive_pass_at_k(rewards, k, eps))
 
 
-def test_pass_at_k_of_right_and_wrong_is_the_papers_closed_form():
+def test_pass_at_k_of_right_and_wrong_is_the_papers_closed_form() -> None:
     size, wrong, k = 8, 5, 3
     mean_worth = 1 - math.comb(wrong, k) / math.comb(size, k)
     spread = math.sqrt(mean_worth * (1 - mean_worth))
@@ -68,7 +73,7 @@ def test_pass_at_k_of_right_and_wrong_is_the_papers_closed_form():
     close(got, [other] * wrong + [right] * 3)
 
 
-def test_numbers_of_known_groups():
+def test_numbers_of_known_groups() -> None:
     close(mc([0.0, 1.0]), [-0.70710678, 0.70710678])
     assert grpo([0.0, 1.0])[1] == pytest.approx(0.5 / (math.sqrt(0.5) + STD_EPS))
     assert dr_grpo([0.0, 0.0, 0.0, 1.0]).tolist() == [-0.25, -0.25, -0.25, 0.75]
@@ -76,7 +81,7 @@ def test_numbers_of_known_groups():
     assert opo([0.0, 1.0], [3, 1]).tolist() == [-0.25, 0.75]
 
 
-COMPARING = {
+COMPARING: dict[str, Callable[[Any], NDArray[np.float64]]] = {
     "grpo": grpo,
     "mc": mc,
     "dr_grpo": dr_grpo,
@@ -87,19 +92,19 @@ COMPARING = {
 
 
 @pytest.mark.parametrize("kind", COMPARING)
-def test_equal_rewards_give_exactly_zero(kind):
+def test_equal_rewards_give_exactly_zero(kind: str) -> None:
     # In floating point the mean of three times 0.1 is not 0.1.
     assert np.mean([0.1] * 3) != 0.1 and COMPARING[kind]([0.1] * 3).tolist() == [0.0] * 3
 
 
 @pytest.mark.parametrize("kind", COMPARING)
 @pytest.mark.parametrize("rewards", [[], [1.0], [[0.0, 1.0]], [0.0, float("nan")], [0.0, float("inf")]])
-def test_group_of_one_and_rewards_that_are_no_numbers_are_refused(kind, rewards):
+def test_group_of_one_and_rewards_that_are_no_numbers_are_refused(kind: str, rewards: Any) -> None:
     with pytest.raises(ValueError, match=r"2 or more rewards|must be finite"):
         COMPARING[kind](rewards)
 
 
-def test_a_set_as_large_as_the_group_and_lengths_of_nothing_are_refused():
+def test_a_set_as_large_as_the_group_and_lengths_of_nothing_are_refused() -> None:
     with pytest.raises(ValueError, match=r"pass@3 compares sets of 3 among 3 members: use k from 1 to 2"):
         pass_at_k([0.0, 1.0, 1.0], 3)
     with pytest.raises(ValueError, match="positive length"):
@@ -109,18 +114,18 @@ def test_a_set_as_large_as_the_group_and_lengths_of_nothing_are_refused():
 # ---------------------------------------------------------------- whole batches
 
 
-def batch(sizes, seed=0, **fields):
+def batch(sizes: Sequence[int], seed: int = 0, **fields: Any) -> Scored:
     """Random rewards and lengths of groups of these sizes."""
     rng = np.random.default_rng(seed)
     lengths = rng.integers(1, 7, sum(sizes))
     return Scored(np.round(rng.normal(size=sum(sizes)), 3), lengths, sizes, **fields)
 
 
-def config(kind, **fields):
+def config(kind: str, **fields: Any) -> AdvantageConfig:
     return AdvantageConfig(kind=kind, **fields)
 
 
-def rows(scored, values):
+def rows(scored: Scored, values: Any) -> list[NDArray[np.float64]]:
     """Values of tokens, a list a trajectory."""
     return np.split(values, np.cumsum(scored.lengths_N)[:-1])
 
@@ -128,7 +133,9 @@ def rows(scored, values):
 @settings(max_examples=40, deadline=None)
 @given(sizes=st.lists(st.integers(5, 8), min_size=1, max_size=4), seed=st.integers(0, 999))
 @pytest.mark.parametrize("kind", ["grpo", "mc", "dr_grpo", "rloo", "opo", "pass_at_k"])
-def test_each_group_is_its_own_and_each_token_has_its_members_advantage(kind, sizes, seed):
+def test_each_group_is_its_own_and_each_token_has_its_members_advantage(
+    kind: str, sizes: list[int], seed: int
+) -> None:
     scored, cfg = batch(sizes, seed), config(kind)
     got = rows(scored, compute_advantages(scored, cfg).advantages_M)
     ends = np.cumsum(sizes)
@@ -140,7 +147,7 @@ def test_each_group_is_its_own_and_each_token_has_its_members_advantage(kind, si
             assert len(a) == length and len(set(a.tolist())) == 1 and a[0] == b[0]
 
 
-def test_groups_keep_their_true_sizes():
+def test_groups_keep_their_true_sizes() -> None:
     rewards = np.random.default_rng(0).normal(size=9)
     parts = [grpo(rewards[:4]), grpo(rewards[4:6]), grpo(rewards[6:])]
     got = compute_advantages(Scored(rewards, np.ones(9, int), [4, 2, 3]), config("grpo"))
@@ -148,7 +155,7 @@ def test_groups_keep_their_true_sizes():
 
 
 @pytest.mark.parametrize("kind", ["grpo", "rloo", "opo", "reinforce_pp_baseline"])
-def test_segments_of_one_session_count_once_and_share_their_advantage(kind):
+def test_segments_of_one_session_count_once_and_share_their_advantage(kind: str) -> None:
     # The first session has three segments, and would weigh threefold.
     lengths, once = np.asarray([2, 1, 4, 3, 5]), np.asarray([7, 3, 5])
     scored = Scored(np.asarray([1.0, 1, 1, 0, 0.5]), lengths, [5], sessions_N=["a", "a", "a", "b", "c"])
@@ -158,18 +165,18 @@ def test_segments_of_one_session_count_once_and_share_their_advantage(kind):
 
 
 @pytest.mark.parametrize("how, expected", [("last", 3.0), ("sum", 6.0), ("mean", 2.0), ("max", 3.0)])
-def test_a_session_is_worth_what_the_configuration_says(how, expected):
+def test_a_session_is_worth_what_the_configuration_says(how: str, expected: Any) -> None:
     scored = Scored(np.asarray([1.0, 2, 3, 0]), np.ones(4, int), [4], sessions_N=[1, 1, 1, 2])
     got = compute_advantages(scored, config("dr_grpo", session_reward=how)).advantages_M
     close(got, [expected / 2] * 3 + [-expected / 2])
 
 
-def test_sessions_of_two_groups_with_the_same_id_are_two():
+def test_sessions_of_two_groups_with_the_same_id_are_two() -> None:
     scored = Scored(np.asarray([1.0, 0, 5, 0]), np.ones(4, int), [2, 2], sessions_N=[0, 1, 0, 1])
     close(compute_advantages(scored, config("dr_grpo")).advantages_M, [0.5, -0.5, 2.5, -2.5])
 
 
-def naive_whitened(values, eps=STD_EPS):
+def naive_whitened(values: Any, eps: float = STD_EPS) -> list[float]:
     if len(set(values)) == 1:
         return [0.0] * len(values)
     return [(v - mean(values)) / (std(values) + eps) for v in values]
@@ -177,7 +184,7 @@ def naive_whitened(values, eps=STD_EPS):
 
 @settings(max_examples=40, deadline=None)
 @given(sizes=st.lists(st.integers(2, 4), min_size=1, max_size=4), seed=st.integers(0, 999))
-def test_reinforce_pp_baseline_is_the_group_mean_and_then_the_batch(sizes, seed):
+def test_reinforce_pp_baseline_is_the_group_mean_and_then_the_batch(sizes: list[int], seed: int) -> None:
     scored = batch(sizes, seed)
     flat, n = [], 0
     for size in sizes:
@@ -191,7 +198,9 @@ def test_reinforce_pp_baseline_is_the_group_mean_and_then_the_batch(sizes, seed)
 @settings(max_examples=40, deadline=None)
 @given(sizes=st.lists(st.integers(1, 4), min_size=1, max_size=4), seed=st.integers(0, 999),
        discount=st.sampled_from([1.0, 0.9]))  # fmt: skip
-def test_reinforce_pp_is_the_sum_from_each_token_on_and_then_the_batch(sizes, seed, discount):
+def test_reinforce_pp_is_the_sum_from_each_token_on_and_then_the_batch(
+    sizes: list[int], seed: int, discount: float
+) -> None:
     scored = batch(sizes, seed)
     penalties = np.random.default_rng(seed).normal(size=scored.lengths_N.sum())
     scored = Scored(scored.rewards_N, scored.lengths_N, sizes, token_rewards_M=penalties)
@@ -207,7 +216,7 @@ def test_reinforce_pp_is_the_sum_from_each_token_on_and_then_the_batch(sizes, se
     close(raw, flat)
 
 
-def naive_gae(rewards, values, bootstrap, discount, lam):
+def naive_gae(rewards: Any, values: Any, bootstrap: Any, discount: float, lam: float) -> list[float]:
     """As the sum that defines it, not as the recursion."""
     after = [*values[1:], bootstrap]
     deltas = [r + discount * v1 - v for r, v, v1 in zip(rewards, values, after, strict=True)]
@@ -218,16 +227,20 @@ def naive_gae(rewards, values, bootstrap, discount, lam):
 @settings(max_examples=60, deadline=None)
 @given(sizes=st.lists(st.integers(1, 4), min_size=1, max_size=4), seed=st.integers(0, 999), cut=st.booleans(),
        discount=st.sampled_from([1.0, 0.95]), lam=st.sampled_from([0.0, 0.9, 1.0]))  # fmt: skip
-def test_gae_is_its_sum_over_the_trained_tokens(sizes, seed, cut, discount, lam):
+def test_gae_is_its_sum_over_the_trained_tokens(
+    sizes: list[int], seed: int, cut: bool, discount: float, lam: float
+) -> None:
     rng = np.random.default_rng(seed)
     scored = batch(sizes, seed)
     m, n = int(scored.lengths_N.sum()), sum(sizes)
     values, bootstrap = rng.normal(size=m), rng.normal(size=n) if cut else None
     scored = Scored(scored.rewards_N, scored.lengths_N, sizes, values_M=values, bootstrap_N=bootstrap)
-    expected = []
+    expected: list[float] = []
     for i, (reward, part) in enumerate(zip(scored.rewards_N, rows(scored, values), strict=True)):
         rewards = [0.0] * (len(part) - 1) + [reward]
-        expected += naive_gae(rewards, part.tolist(), bootstrap[i] if cut else 0.0, discount, lam)
+        expected += naive_gae(
+            rewards, part.tolist(), 0.0 if bootstrap is None else bootstrap[i], discount, lam
+        )
     cfg = config("gae", discount=discount, gae_lambda=lam, whiten=False)
     got = compute_advantages(scored, cfg)
     close(got.advantages_M, expected)
@@ -237,7 +250,7 @@ def test_gae_is_its_sum_over_the_trained_tokens(sizes, seed, cut, discount, lam)
     close(white.returns_M, got.returns_M)
 
 
-def test_gae_goes_through_the_segments_of_a_session_as_one():
+def test_gae_goes_through_the_segments_of_a_session_as_one() -> None:
     values = np.asarray([0.1, 0.2, 0.3, 0.4, 0.9])
     scored = Scored(
         np.asarray([1.0, 0.0, 2.0]), np.asarray([2, 1, 2]), [3], sessions_N=["a", "b", "a"], values_M=values
@@ -248,13 +261,13 @@ def test_gae_goes_through_the_segments_of_a_session_as_one():
         close(got[2], -0.3)
 
 
-def test_lambda_one_is_the_reward_minus_the_value_and_lambda_zero_one_step():
+def test_lambda_one_is_the_reward_minus_the_value_and_lambda_zero_one_step() -> None:
     advantages, returns = gae([0, 0, 1.0], [0.5, 0.25, 0.125], 0.0, 1.0, 1.0)
     assert advantages.tolist() == [0.5, 0.75, 0.875] and returns.tolist() == [1.0, 1.0, 1.0]
     assert gae([0, 0, 1.0], [0.5, 0.25, 0.125], 0.0, 1.0, 0.0)[0].tolist() == [-0.25, -0.125, 0.875]
 
 
-def test_token_rewards_count_in_a_members_return():
+def test_token_rewards_count_in_a_members_return() -> None:
     scored = Scored(
         np.asarray([1.0, 1.0]), np.asarray([2, 3]), [2], token_rewards_M=np.asarray([-1.0, 0, 0, -0.5, -0.5])
     )
@@ -265,7 +278,7 @@ def test_token_rewards_count_in_a_members_return():
     close(compute_advantages(scored, config("dr_grpo")).advantages_M, [-0.25, -0.25, 0.25, 0.25, 0.25])
 
 
-def test_whitening_has_mean_0_and_deviation_1_and_equal_values_become_0():
+def test_whitening_has_mean_0_and_deviation_1_and_equal_values_become_0() -> None:
     white = whitened(np.random.default_rng(0).normal(3, 7, 500))
     assert abs(white.mean()) < 1e-12 and white.std(ddof=1) == pytest.approx(1, abs=1e-6)
     assert whitened(np.full(3, 0.1)).tolist() == [0.0] * 3 and whitened(np.asarray([4.0])).tolist() == [0.0]
@@ -280,23 +293,23 @@ def test_whitening_has_mean_0_and_deviation_1_and_equal_values_become_0():
 # ---------------------------------------------------------------- one's own
 
 
-def half_of_the_reward(scored, _):
+def half_of_the_reward(scored: Scored, _: Any) -> NDArray[np.float64]:
     return scored.rewards_N / 2
 
 
-def by_token(scored, cfg):
+def by_token(scored: Scored, cfg: AdvantageConfig) -> NDArray[np.float64]:
     return np.arange(scored.lengths_N.sum()) * cfg.std_eps
 
 
-def too_few(scored, _):
+def too_few(scored: Scored, _: Any) -> NDArray[np.float64]:
     return np.zeros(1)
 
 
-def no_number(scored, _):
+def no_number(scored: Scored, _: Any) -> NDArray[np.float64]:
     return scored.rewards_N * float("nan")
 
 
-def test_a_function_by_import_path_gives_a_number_a_trajectory_or_a_token():
+def test_a_function_by_import_path_gives_a_number_a_trajectory_or_a_token() -> None:
     scored = Scored(np.asarray([1.0, 4.0]), np.asarray([2, 1]), [1, 1])
     here = __name__
     assert compute_advantages(scored, config(f"{here}:half_of_the_reward")).advantages_M.tolist() == [
@@ -321,7 +334,7 @@ def test_a_function_by_import_path_gives_a_number_a_trajectory_or_a_token():
 # ---------------------------------------------------------------- what is refused
 
 
-def test_configuration_names_what_exists():
+def test_configuration_names_what_exists() -> None:
     with pytest.raises(ValueError, match=r"advantage.kind is 'gpo'; there are grpo, dr_grpo"):
         config("gpo")
     assert {kind: config(kind).smallest_group for kind in ADVANTAGES} == {
@@ -331,7 +344,7 @@ def test_configuration_names_what_exists():
 
 
 @pytest.mark.parametrize("kind", [kind for kind in ADVANTAGES if kind not in ("reinforce_pp", "gae")])
-def test_a_group_that_is_too_small_is_named(kind):
+def test_a_group_that_is_too_small_is_named(kind: str) -> None:
     scored = Scored(
         np.asarray([1.0, 0.0, 1.0]), np.ones(3, int), [2, 1], group_names=["('sum', 7)", "('sum', 9)"]
     )
@@ -339,7 +352,7 @@ def test_a_group_that_is_too_small_is_named(kind):
         compute_advantages(scored, config(kind, k=2))
 
 
-def test_one_session_is_one_member_however_many_segments_it_has():
+def test_one_session_is_one_member_however_many_segments_it_has() -> None:
     scored = Scored(np.asarray([1.0, 0.0]), np.ones(2, int), [2], sessions_N=["a", "a"])
     with pytest.raises(ValueError, match="group 0: a group-relative advantage needs 2 or more"):
         compute_advantages(scored, config("grpo"))
@@ -358,20 +371,20 @@ def test_one_session_is_one_member_however_many_segments_it_has():
     ({"token_rewards_M": np.asarray([0] * 7 + [np.nan])}, r"group b member 1 has token reward nan"),
     ({"bootstrap_N": np.asarray([0, np.nan, 0, 0])}, r"group a member 1 has bootstrap value nan"),
 ])  # fmt: skip
-def test_what_cannot_be_scored_is_refused_by_the_name_of_its_group(fields, text):
-    good = {"rewards_N": np.zeros(4), "lengths_N": np.asarray([1, 2, 2, 3]), "group_sizes": [2, 2],
+def test_what_cannot_be_scored_is_refused_by_the_name_of_its_group(fields: Any, text: str) -> None:
+    good: dict[str, Any] = {"rewards_N": np.zeros(4), "lengths_N": np.asarray([1, 2, 2, 3]), "group_sizes": [2, 2],
             "group_names": ["a", "b"], "values_M": np.zeros(8)}  # fmt: skip
     Scored(**good)
     with pytest.raises(ValueError, match=text):
         Scored(**(good | fields))
 
 
-def test_gae_without_a_critic_is_refused():
+def test_gae_without_a_critic_is_refused() -> None:
     with pytest.raises(ValueError, match="needs the critic's values, but there are none"):
         compute_advantages(batch([2]), config("gae"))
 
 
-def test_no_groups_have_no_advantages():
+def test_no_groups_have_no_advantages() -> None:
     for kind in ADVANTAGES:
         got = compute_advantages(
             Scored(np.empty(0), np.empty(0, int), [], values_M=np.empty(0)), config(kind)

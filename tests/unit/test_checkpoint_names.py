@@ -1,5 +1,10 @@
 """What is published under which name: exactly what transformers writes into a checkpoint."""
 
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -9,12 +14,15 @@ from transformers import (
     GPTNeoXConfig,
     MixtralConfig,
     Phi3Config,
+    PreTrainedModel,
     Qwen3MoeConfig,
 )
 
 from raypost.config import LoraConfig
 from raypost.errors import ConfigError
 from raypost.trainer.model.lora import (
+    MergedWeight,
+    Transposed,
     adapter_factors,
     adapter_scales,
     add_adapters,
@@ -37,14 +45,14 @@ CONFIGS = {
 }
 
 
-def make_model(name):
+def make_model(name: str) -> PreTrainedModel:
     torch.manual_seed(0)
     return AutoModelForCausalLM.from_config(CONFIGS[name]())
 
 
 @pytest.mark.parametrize("loaded", [False, True])
 @pytest.mark.parametrize("name", CONFIGS)
-def test_names_shapes_and_values_are_those_of_the_checkpoint(name, loaded, tmp_path):
+def test_names_shapes_and_values_are_those_of_the_checkpoint(name: str, loaded: Any, tmp_path: Path) -> None:
     model = make_model(name)
     model.save_pretrained(tmp_path)
     expected = load_file(tmp_path / "model.safetensors")
@@ -62,7 +70,7 @@ def test_names_shapes_and_values_are_those_of_the_checkpoint(name, loaded, tmp_p
 
 
 @pytest.mark.parametrize("name", ["phi3", "gpt2, tied"])
-def test_base_and_factors_make_the_merged_weights_bit_for_bit_and_the_adapted_model(name):
+def test_base_and_factors_make_the_merged_weights_bit_for_bit_and_the_adapted_model(name: str) -> None:
     model = make_model(name).eval()
     plain = {own: tensor.detach().clone() for own, tensor in named_weights(model)}
     add_adapters(model, LoraConfig(rank=4, alpha=6))
@@ -72,7 +80,7 @@ def test_base_and_factors_make_the_merged_weights_bit_for_bit_and_the_adapted_mo
     base = {own: tensor.detach() for own, tensor in base_weights(named_weights(model))}
     assert base.keys() == plain.keys() and all(torch.equal(base[own], plain[own]) for own in base)
     factors = {
-        own: one.detach() if isinstance(one, torch.Tensor) else one.value()
+        own: one.value() if isinstance(one, MergedWeight | Transposed) else one.detach()
         for own, one in adapter_factors(model)
     }
     scales = adapter_scales(model)
@@ -92,7 +100,7 @@ def test_base_and_factors_make_the_merged_weights_bit_for_bit_and_the_adapted_mo
         assert (again(ids).logits - model(ids).logits).abs().max() < 1e-4
 
 
-def test_all_linear_layers_are_neither_routers_nor_experts_nor_the_head():
+def test_all_linear_layers_are_neither_routers_nor_experts_nor_the_head() -> None:
     model = make_model("mixtral")
     add_adapters(model, LoraConfig())
     assert {name.split(".", 4)[-1] for name in adapter_scales(model)} == {
@@ -109,6 +117,8 @@ def test_all_linear_layers_are_neither_routers_nor_experts_nor_the_head():
         ("phi3", "no_such_layer", "no_such_layer"),
     ],
 )
-def test_layers_whose_adapters_engines_cannot_add_are_refused_by_name(name, target, why):
+def test_layers_whose_adapters_engines_cannot_add_are_refused_by_name(
+    name: str, target: Any, why: str
+) -> None:
     with pytest.raises(ConfigError, match=rf"train\.lora.*{why}"):
         add_adapters(make_model(name), LoraConfig(target_modules=(target,)))

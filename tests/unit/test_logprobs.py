@@ -1,23 +1,29 @@
 """Logprobs of chosen tokens, their gradient, and the support that top-k and top-p leave."""
 
+from __future__ import annotations
+
 import math
+from typing import Any
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch import Tensor
 
 from raypost.trainer.model.head import Sampling, sampled_logprobs
 from raypost.trainer.model.logprobs import chosen_logprobs, sampling_support
+from tests.present import present
 
 
-def naive_support(logits, top_p, top_k):
+def naive_support(logits: list[float], top_p: float, top_k: int | None) -> list[int]:
     """Tokens that can be sampled: the k largest, then the fewest of them that hold top_p of their probability."""
     order = sorted(range(len(logits)), key=lambda v: -logits[v])
     if top_k:
         order = order[:top_k]
     total = math.fsum(math.exp(logits[v]) for v in order)
-    kept, mass = [], 0.0
+    kept: list[int] = []
+    mass = 0.0
     for v in order:
         if mass >= top_p and kept:
             break
@@ -26,7 +32,7 @@ def naive_support(logits, top_p, top_k):
     return kept
 
 
-def random_logits(num_tokens, vocabulary, seed):
+def random_logits(num_tokens: int, vocabulary: int, seed: int) -> tuple[Tensor, Tensor]:
     g = torch.Generator().manual_seed(seed)
     logits = 2 * torch.randn(num_tokens, vocabulary, generator=g, dtype=torch.float64)
     temperatures = 0.5 + torch.rand(num_tokens, generator=g, dtype=torch.float64)
@@ -35,7 +41,9 @@ def random_logits(num_tokens, vocabulary, seed):
 
 @settings(max_examples=80, deadline=None)
 @given(num_tokens=st.integers(1, 6), vocabulary=st.integers(2, 12), seed=st.integers(0, 999), data=st.data())
-def test_logprobs_are_those_of_the_distribution_sampled_from(num_tokens, vocabulary, seed, data):
+def test_logprobs_are_those_of_the_distribution_sampled_from(
+    num_tokens: int, vocabulary: int, seed: int, data: st.DataObject
+) -> None:
     logits, temperatures = random_logits(num_tokens, vocabulary, seed)
     top_p = data.draw(
         st.lists(st.sampled_from([1.0, 0.9, 0.5, 0.05]), min_size=num_tokens, max_size=num_tokens)
@@ -58,7 +66,7 @@ def test_logprobs_are_those_of_the_distribution_sampled_from(num_tokens, vocabul
 
 
 @pytest.mark.parametrize("cut", [False, True])
-def test_gradients_of_logprob_and_entropy_are_autograds(cut):
+def test_gradients_of_logprob_and_entropy_are_autograds(cut: Any) -> None:
     logits, temperatures = random_logits(13, 11, 1)
     logits.requires_grad_()
     g = torch.Generator().manual_seed(2)
@@ -68,7 +76,7 @@ def test_gradients_of_logprob_and_entropy_are_autograds(cut):
     if cut:
         scaled = (logits / temperatures[:, None]).detach()
         support = sampling_support(scaled, targets, torch.full((13,), 0.8).double(), torch.full((13,), 6))
-        assert support.sum(-1).min() < 6
+        assert present(support).sum(-1).min() < 6
     masked = logits / temperatures[:, None]
     if support is not None:
         masked = masked.masked_fill(~support, -1e30)
@@ -90,23 +98,23 @@ def test_gradients_of_logprob_and_entropy_are_autograds(cut):
     assert torch.allclose(got_grad, expected_grad, rtol=0, atol=1e-12)
 
 
-def test_entropy_alone_has_a_gradient():
+def test_entropy_alone_has_a_gradient() -> None:
     logits, temperatures = random_logits(3, 5, 0)
     logits.requires_grad_()
     _, entropy = chosen_logprobs(
         logits, torch.zeros(3, dtype=torch.long), temperatures, entropy_gradient=True
     )
-    entropy.sum().backward()
-    assert logits.grad.abs().max() > 0
+    torch.autograd.backward(entropy.sum())
+    assert present(logits.grad).abs().max() > 0
 
 
-def test_impossible_tokens_and_no_tokens_are_no_nan():
+def test_impossible_tokens_and_no_tokens_are_no_nan() -> None:
     logits = torch.tensor([[0.0, float("-inf"), 0.0]], requires_grad=True)
     one, ones = torch.tensor([0]), torch.ones(1)
     logprobs, entropy = chosen_logprobs(logits, one, ones, entropy_gradient=True)
     assert logprobs.item() == pytest.approx(-math.log(2)) and entropy.item() == pytest.approx(math.log(2))
-    (logprobs + entropy).sum().backward()
-    assert logits.grad.isfinite().all()
+    torch.autograd.backward((logprobs + entropy).sum())
+    assert present(logits.grad).isfinite().all()
     none = torch.empty(0, dtype=torch.long)
     logprobs, entropy = chosen_logprobs(torch.empty(0, 3), none, torch.empty(0))
     assert len(logprobs) == len(entropy) == 0
@@ -114,31 +122,35 @@ def test_impossible_tokens_and_no_tokens_are_no_nan():
     assert chosen_logprobs(torch.zeros(1, 3), one, ones, outside)[0].item() == -math.inf
 
 
-def test_nothing_is_cut_without_top_k_and_top_p_and_the_target_is_never_cut():
+def test_nothing_is_cut_without_top_k_and_top_p_and_the_target_is_never_cut() -> None:
     logits = torch.log(torch.tensor([[0.6, 0.3, 0.1]]))
     p, k = torch.ones(1), torch.zeros(1, dtype=torch.long)
     assert sampling_support(logits, torch.tensor([2]), p, k) is None
-    assert sampling_support(logits, torch.tensor([2]), p, k + 1).tolist() == [[True, False, True]]
-    assert sampling_support(logits, torch.tensor([0]), p * 0.5, k).tolist() == [[True, False, False]]
-    assert sampling_support(logits, torch.tensor([0]), p * 0.8, k).tolist() == [[True, True, False]]
+    assert present(sampling_support(logits, torch.tensor([2]), p, k + 1)).tolist() == [[True, False, True]]
+    assert present(sampling_support(logits, torch.tensor([0]), p * 0.5, k)).tolist() == [[True, False, False]]
+    assert present(sampling_support(logits, torch.tensor([0]), p * 0.8, k)).tolist() == [[True, True, False]]
     # The most likely token is always left, also where 1 - top_p rounds to 1.
-    assert sampling_support(logits, torch.tensor([2]), p * 1e-9, k).tolist() == [[True, False, True]]
+    assert present(sampling_support(logits, torch.tensor([2]), p * 1e-9, k)).tolist() == [[True, False, True]]
     # Top-p holds within what top-k left: 0.6 / 0.9 suffices.
-    assert sampling_support(logits, torch.tensor([0]), p * 0.65, k + 2).tolist() == [[True, False, False]]
-    assert sampling_support(logits, torch.tensor([0]), p * 0.65, k).tolist() == [[True, True, False]]
+    assert present(sampling_support(logits, torch.tensor([0]), p * 0.65, k + 2)).tolist() == [
+        [True, False, False]
+    ]
+    assert present(sampling_support(logits, torch.tensor([0]), p * 0.65, k)).tolist() == [[True, True, False]]
 
 
-def test_rows_that_cut_nothing_keep_all_beside_rows_that_do():
+def test_rows_that_cut_nothing_keep_all_beside_rows_that_do() -> None:
     logits = torch.randn(2, 50, generator=torch.Generator().manual_seed(0)) * 5
     targets = torch.zeros(2, dtype=torch.long)
-    support = sampling_support(logits, targets, torch.tensor([1.0, 0.3]), torch.tensor([0, 0]))
+    support = present(sampling_support(logits, targets, torch.tensor([1.0, 0.3]), torch.tensor([0, 0])))
     assert support[0].all() and not support[1].all()
 
 
 @settings(max_examples=60, deadline=None)
 @given(seed=st.integers(0, 999), noise=st.sampled_from([1e-6, 0.01, 0.5]), p=st.sampled_from([0.05, 0.5, 0.9, 0.999]),
        k=st.sampled_from([0, 1, 3]))  # fmt: skip
-def test_a_token_that_the_engine_could_sample_never_has_an_infinite_logprob(seed, noise, p, k):
+def test_a_token_that_the_engine_could_sample_never_has_an_infinite_logprob(
+    seed: int, noise: float, p: float, k: int
+) -> None:
     """However far the trainer's logits are from the engine's, and wherever its own cut would fall."""
     engine, temperatures = random_logits(1, 12, seed)
     g = torch.Generator().manual_seed(seed)
@@ -148,19 +160,19 @@ def test_a_token_that_the_engine_could_sample_never_has_an_infinite_logprob(seed
     sampling = Sampling(temperatures.repeat(rows), torch.full((rows,), p), torch.full((rows,), k))
     logprobs, entropy = sampled_logprobs(logits, tokens, sampling, True)
     assert logprobs.isfinite().all() and entropy.isfinite().all() and (logprobs <= 1e-9).all()
-    (logprobs + entropy).sum().backward()
-    assert logits.grad.isfinite().all()
+    torch.autograd.backward((logprobs + entropy).sum())
+    assert present(logits.grad).isfinite().all()
 
 
-def test_finding_the_nucleus_again_is_about_as_exact_as_being_told_it():
+def test_finding_the_nucleus_again_is_about_as_exact_as_being_told_it() -> None:
     g = torch.Generator().manual_seed(0)
     engine = torch.randn(500, 256, generator=g) * 4
     trainer = engine + 0.01 * torch.randn(500, 256, generator=g)
     p, k, ones = torch.full((500,), 0.9), torch.zeros(500, dtype=torch.long), torch.ones(500)
-    mask = sampling_support(engine, engine.argmax(-1), p, k)
+    mask = present(sampling_support(engine, engine.argmax(-1), p, k))
     tokens = torch.multinomial(engine.softmax(-1) * mask, 1, generator=g)[:, 0]
     expected, _ = chosen_logprobs(engine, tokens, ones, mask)
     told, _ = chosen_logprobs(trainer, tokens, ones, mask)
     found, _ = sampled_logprobs(trainer, tokens, Sampling(ones, p, k), False)
-    assert (mask != sampling_support(trainer, tokens, p, k)).any(-1).float().mean() > 0.02
+    assert (mask != present(sampling_support(trainer, tokens, p, k))).any(-1).float().mean() > 0.02
     assert (found - expected).abs().mean() < 1.15 * (told - expected).abs().mean()

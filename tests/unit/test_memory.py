@@ -1,5 +1,9 @@
 """What is said when a micro-batch does not fit the memory."""
 
+from __future__ import annotations
+
+from collections.abc import Callable
+
 import numpy as np
 import pytest
 import torch
@@ -10,18 +14,20 @@ from raypost.trainer.memory import first_of, memory_named
 from tests.unit.test_packing import make_groups, planned
 
 
-def no_memory_left():
+def no_memory_left() -> None:
     raise MemoryError
 
 
-def accelerator_is_full():
+def accelerator_is_full() -> None:
     raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
 
 
 @pytest.mark.parametrize(
     "fails", [no_memory_left, accelerator_is_full, lambda: torch.empty(2**50), lambda: np.empty(2**58)]
 )
-def test_a_micro_batch_that_does_not_fit_names_its_groups_its_size_and_what_lowers_it(fails):
+def test_a_micro_batch_that_does_not_fit_names_its_groups_its_size_and_what_lowers_it(
+    fails: Callable[[], None],
+) -> None:
     (micro,) = micro_batches(planned(make_groups(3, 2)).samples, 0, 1, PackingRule(999))
     with pytest.raises(BatchMemoryError) as raised, memory_named(micro, "step 7, rank 1"):
         fails()
@@ -33,12 +39,12 @@ def test_a_micro_batch_that_does_not_fit_names_its_groups_its_size_and_what_lowe
     assert raised.value.__cause__ is not None
 
 
-def test_other_errors_are_left_as_they_are():
+def test_other_errors_are_left_as_they_are() -> None:
     (micro,) = micro_batches([], 0, 1, PackingRule(9))
     with pytest.raises(RuntimeError, match="cannot be multiplied"), memory_named(micro, "here"):
         torch.ones(2, 3) @ torch.ones(2, 3)
 
 
-def test_only_the_first_names_are_listed():
+def test_only_the_first_names_are_listed() -> None:
     assert first_of(["a", "b"]) == "a, b" and first_of([]) == ""
     assert first_of([str(n) for n in range(20)]).endswith("14, 15 and 4 more")

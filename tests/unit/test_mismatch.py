@@ -1,19 +1,24 @@
 """Diagnostics by lag against loops, and how a step's figures add up."""
 
+from __future__ import annotations
+
 import math
+from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from torch import Tensor
 
-from raypost.config import LossConfig
+from raypost.config import KlConfig, LossConfig
 from raypost.trainer.algorithm.corrections import Correction
 from raypost.trainer.algorithm.losses import LossTokens, policy_objective, value_loss
 from raypost.trainer.algorithm.mismatch import MAX_LAG, LagSums
 from raypost.trainer.algorithm.statistics import PolicyStatistics, ValueStatistics
 
 
-def random_tokens(num_tokens=300, seed=0, noise=0.3):
+def random_tokens(num_tokens: int = 300, seed: int = 0, noise: float = 0.3) -> Any:
     rng = np.random.default_rng(seed)
     rollout = -rng.random(num_tokens) * 5
     trainer = rollout + noise * rng.normal(size=num_tokens)
@@ -23,11 +28,11 @@ def random_tokens(num_tokens=300, seed=0, noise=0.3):
     return trainer, rollout, lags, weights, keep, rng.random(num_tokens) + 0.5, clipped
 
 
-def of(rows, *columns):
+def of(rows: Any, *columns: Any) -> list[list[Any]]:
     return [[column[i] for i in rows] for column in columns]
 
 
-def test_figures_of_all_tokens_and_of_every_lag_are_the_formulas():
+def test_figures_of_all_tokens_and_of_every_lag_are_the_formulas() -> None:
     tokens = random_tokens()
     got = LagSums.of(*tokens).metrics()
     everywhere = list(range(300))
@@ -60,14 +65,14 @@ def test_figures_of_all_tokens_and_of_every_lag_are_the_formulas():
             assert got[f"logprob_mismatch_mean{name}"] == pytest.approx(sum(map(abs, gaps)) / n)
 
 
-def test_equal_policies_have_no_mismatch_and_full_sample_size():
+def test_equal_policies_have_no_mismatch_and_full_sample_size() -> None:
     trainer, _, lags, *rest = random_tokens()
     got = LagSums.of(trainer, trainer, lags, *rest).metrics()
     assert got["logprob_mismatch_max"] == got["rollout_kl"] == got["rollout_kl_k3"] == 0.0
     assert got["effective_sample_size"] == pytest.approx(1.0)
 
 
-def test_sums_of_parts_are_the_sum_of_the_whole():
+def test_sums_of_parts_are_the_sum_of_the_whole() -> None:
     tokens = random_tokens()
     whole, parts = LagSums.of(*tokens), LagSums.zero()
     for a, b in [(0, 10), (10, 10), (10, 300)]:
@@ -75,14 +80,14 @@ def test_sums_of_parts_are_the_sum_of_the_whole():
     assert np.allclose(parts.sums, whole.sums) and np.array_equal(parts.maxima, whole.maxima)
 
 
-def test_on_policy_figures_are_absent_without_on_policy_tokens():
+def test_on_policy_figures_are_absent_without_on_policy_tokens() -> None:
     trainer, rollout, lags, *rest = random_tokens()
     got = LagSums.of(trainer, rollout, lags + 1, *rest).metrics()
     assert "logprob_mismatch_max" not in got and "logprob_mismatch_max_lag1" in got
     assert not any(name.endswith("_lag0") for name in got) and LagSums.zero().metrics() == {}
 
 
-def test_large_lags_share_the_last_figure_and_huge_gaps_stay_finite():
+def test_large_lags_share_the_last_figure_and_huge_gaps_stay_finite() -> None:
     total = LagSums.of(np.full(2, -1.5), np.asarray([-1.0, -2000.0]), np.asarray([MAX_LAG, 99]), np.ones(2),
                        np.zeros(2, bool), np.full(2, np.nan), np.zeros(2, bool))  # fmt: skip
     got = total.metrics()
@@ -91,7 +96,7 @@ def test_large_lags_share_the_last_figure_and_huge_gaps_stay_finite():
     assert all(math.isfinite(value) for value in got.values())
 
 
-def loss_tokens(seed, lengths=(3, 4, 2), reference=True):
+def loss_tokens(seed: int, lengths: Sequence[int] = (3, 4, 2), reference: bool = True) -> LossTokens:
     g = torch.Generator().manual_seed(seed)
     m = sum(lengths)
     columns = [-torch.rand(m, generator=g) for _ in range(6)]
@@ -101,9 +106,9 @@ def loss_tokens(seed, lengths=(3, 4, 2), reference=True):
                       reference_T if reference else None)  # fmt: skip
 
 
-def stepped(batches, reference=True):
+def stepped(batches: Any, reference: bool = True) -> tuple[dict[str, float], LossTokens, Tensor]:
     """Metrics of the same nine tokens, in one micro-batch or cut into its sequences."""
-    cfg = LossConfig(kl={"coefficient": 0.1 if reference else 0.0})
+    cfg = LossConfig(kl=KlConfig(coefficient=0.1 if reference else 0.0))
     whole, sums = loss_tokens(1, reference=reference), PolicyStatistics()
     keep, lags = torch.tensor([1, 1, 0, 1, 1, 1, 1, 0, 1]).bool(), torch.tensor([0, 0, 1, 1, 0, 2, 0, 0, 0])
     weights = torch.linspace(0.5, 1.5, 9)
@@ -116,7 +121,7 @@ def stepped(batches, reference=True):
     return sums.metrics(1), whole, keep
 
 
-def test_a_steps_figures_do_not_depend_on_how_its_batch_was_split():
+def test_a_steps_figures_do_not_depend_on_how_its_batch_was_split() -> None:
     one, whole, keep = stepped([[0, 1, 2]])
     many, *_ = stepped([[2], [], [0, 1]])
     assert one.keys() == many.keys() and all(many[name] == pytest.approx(one[name], rel=1e-5) for name in one)
@@ -131,11 +136,11 @@ def test_a_steps_figures_do_not_depend_on_how_its_batch_was_split():
     assert "reference_kl" not in without and "reference_kl" in one
 
 
-def test_a_step_without_tokens_reports_a_loss_of_0_and_nothing_else():
+def test_a_step_without_tokens_reports_a_loss_of_0_and_nothing_else() -> None:
     assert PolicyStatistics().metrics(1) == {"loss": 0.0}
 
 
-def test_the_critics_figures_are_the_formulas():
+def test_the_critics_figures_are_the_formulas() -> None:
     rng = np.random.default_rng(0)
     values, before, returns = (torch.from_numpy(rng.normal(size=40)) for _ in range(3))
     sums = ValueStatistics()
@@ -153,7 +158,7 @@ def test_the_critics_figures_are_the_formulas():
     assert "explained_variance" not in ValueStatistics().metrics(1)
 
 
-def test_supervised_tokens_have_a_mean_of_their_own_over_all_micro_batches_and_count_in_the_loss():
+def test_supervised_tokens_have_a_mean_of_their_own_over_all_micro_batches_and_count_in_the_loss() -> None:
     logprobs = -torch.rand(7, generator=torch.Generator().manual_seed(3)).double()
     sums = PolicyStatistics()
     for part in (slice(0, 3), slice(3, 3), slice(3, 7)):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from raypost.errors import ConfigError
 from raypost.trainer import offload
 from raypost.trainer.offload import HostStates, tensors_of
 from tests.factories import make_config
+from tests.present import present
 
 CPU = torch.device("cpu")
 
@@ -22,7 +24,7 @@ def test_lent_memory_is_free_and_comes_back_below_every_view() -> None:
     states = HostStates(CPU)
     assert states.offload([whole, row, other, whole]) == 12 * 4 + 5 * 2
     assert [one.untyped_storage().nbytes() for one in (whole, row, other)] == [0, 0, 0]
-    assert states.is_lent and states.offload([torch.ones(3)]) == 0
+    assert (states.is_lent, states.offload([torch.ones(3)])) == (True, 0)
     states.reload()
     states.reload()
     assert not states.is_lent
@@ -78,15 +80,19 @@ def test_every_tensor_of_an_optimizer_is_found_with_what_hangs_on_it() -> None:
     class Optimizer:
         """Stands for DeepSpeed's, which take long to import."""
 
+        def __init__(self, **fields: Any) -> None:
+            vars(self).update(fields)
+
     Optimizer.__module__ = "deepspeed.runtime.zero"
     weight = torch.nn.Parameter(torch.ones(3))
-    weight.ds_tensor, weight.grad = torch.zeros(2), torch.ones(3)
-    inner, outer = Optimizer(), Optimizer()
+    partition, weight.grad = torch.zeros(2), torch.ones(3)
+    vars(weight)["ds_tensor"] = partition
     moment, master, foreign = torch.ones(3), torch.ones(3), torch.ones(3)
-    inner.state, inner.of_others = {weight: {"exp_avg": moment}}, SimpleNamespace(tensor=foreign)
-    outer.optimizer, outer.partitions, outer.itself = inner, [(master,)], outer
+    inner = Optimizer(state={weight: {"exp_avg": moment}}, of_others=SimpleNamespace(tensor=foreign))
+    outer = Optimizer(optimizer=inner, partitions=[(master,)])
+    vars(outer)["itself"] = outer
     found = {one.data_ptr() for one in tensors_of(outer)}
-    assert found == {one.data_ptr() for one in (weight, weight.grad, weight.ds_tensor, moment, master)}
+    assert found == {one.data_ptr() for one in (weight, present(weight.grad), partition, moment, master)}
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,10 @@
 """Every trainable token is computed once, on one rank, in micro-batches of bounded size and equal number."""
 
+from __future__ import annotations
+
 from collections import Counter
+from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import pytest
@@ -18,11 +22,20 @@ from raypost.trainer.batch.packing import (
     plan_micro_batches,
     spread,
 )
-from raypost.trainer.batch.train_batch import Limits, plan_batch
+from raypost.trainer.batch.train_batch import Limits, TrainBatch, plan_batch
 from raypost.types import Group, RolloutState, SampleParams, Status
+from tests.present import present
 
 
-def make_state(group_id=0, index=0, prompt=3, response=4, reward=1.0, status=Status.COMPLETED, **params):
+def make_state(
+    group_id: int = 0,
+    index: int = 0,
+    prompt: int = 3,
+    response: int = 4,
+    reward: float | None = 1.0,
+    status: Status = Status.COMPLETED,
+    **params: Any,
+) -> RolloutState:
     rng = np.random.default_rng([group_id, index])
     state = RolloutState(
         task="task",
@@ -39,7 +52,9 @@ def make_state(group_id=0, index=0, prompt=3, response=4, reward=1.0, status=Sta
     return state
 
 
-def make_groups(num_groups=6, size=4, seed=0, longest_prompt=9, longest=12):
+def make_groups(
+    num_groups: int = 6, size: int = 4, seed: int = 0, longest_prompt: int = 9, longest: int = 12
+) -> list[Group]:
     """Groups of trajectories of random length whose members share a prompt."""
     rng = np.random.default_rng(seed)
     groups = []
@@ -52,7 +67,7 @@ def make_groups(num_groups=6, size=4, seed=0, longest_prompt=9, longest=12):
     return groups
 
 
-def planned(groups, minibatches=1):
+def planned(groups: Sequence[Group], minibatches: int = 1) -> TrainBatch:
     return plan_batch(pack_groups(groups), AdvantageConfig(), minibatches)
 
 
@@ -71,7 +86,9 @@ RULES = {
     kind=st.sampled_from(sorted(RULES)),
     seed=st.integers(0, 5),
 )
-def test_plan_is_complete_bounded_and_equal_in_number(prompts, size, world_size, max_tokens, kind, seed):
+def test_plan_is_complete_bounded_and_equal_in_number(
+    prompts: Any, size: int, world_size: int, max_tokens: int, kind: str, seed: int
+) -> None:
     rng = np.random.default_rng(seed)
     groups = [
         Group(
@@ -94,7 +111,7 @@ def test_plan_is_complete_bounded_and_equal_in_number(prompts, size, world_size,
             assert [s.start for s in micro.segments] == [0, *ends[:-1]] and ends[-1] == micro.num_inputs
 
 
-def test_ranks_are_balanced_by_cost_and_a_prompt_is_shared_by_fewer_where_that_balances():
+def test_ranks_are_balanced_by_cost_and_a_prompt_is_shared_by_fewer_where_that_balances() -> None:
     rng = np.random.default_rng(1)
     states = [make_state(0, i, 10, int(rng.integers(20, 60))) for i in range(16)]
     samples = planned([Group(task="task", group_id=0, states=states)]).samples
@@ -104,7 +121,7 @@ def test_ranks_are_balanced_by_cost_and_a_prompt_is_shared_by_fewer_where_that_b
     assert max(costs) < 1.15 * np.mean(costs)
 
 
-def test_long_samples_count_their_attention():
+def test_long_samples_count_their_attention() -> None:
     lengths = [400, *[100] * 4]
     states = [make_state(0, i, 1, length) for i, length in enumerate(lengths)]
     samples = planned([Group(task="task", group_id=0, states=states)]).samples
@@ -118,7 +135,7 @@ def test_long_samples_count_their_attention():
     assert Unit((samples[0],)).cost(dear) > 4 * Unit((samples[1],)).cost(dear)
 
 
-def test_a_prompt_is_shared_where_it_saves_time():
+def test_a_prompt_is_shared_where_it_saves_time() -> None:
     states = [make_state(0, i, 8, 5) for i in range(4)]
     samples = planned([Group(task="task", group_id=0, states=states)]).samples
     (unit,) = make_units(samples, PackingRule(100, pair_cost=0.001))
@@ -128,13 +145,13 @@ def test_a_prompt_is_shared_where_it_saves_time():
     assert [unit.tokens for unit in make_units(samples, PackingRule(16, pair_cost=0.001))] == [16, 16]
 
 
-def test_members_with_other_prompts_share_nothing_with_them():
+def test_members_with_other_prompts_share_nothing_with_them() -> None:
     states = [make_state(0, i, 6 + i % 2, 5) for i in range(4)]
     units = make_units(planned([Group(task="task", group_id=0, states=states)]).samples, PackingRule(100))
     assert sorted(len(unit.samples) for unit in units) == [2, 2]
 
 
-def test_a_sample_that_fits_nowhere_is_named():
+def test_a_sample_that_fits_nowhere_is_named() -> None:
     states = [make_state(3, i, 3, 4 if i else 39) for i in range(2)]
     samples = planned([Group(task="task", group_id=3, states=states)]).samples
     with pytest.raises(
@@ -144,7 +161,7 @@ def test_a_sample_that_fits_nowhere_is_named():
 
 
 @pytest.mark.parametrize("kind", RULES)
-def test_every_trained_token_is_predicted_from_the_position_before_it(kind):
+def test_every_trained_token_is_predicted_from_the_position_before_it(kind: str) -> None:
     groups = make_groups()
     groups[0].states[0].response_mask[1] = False
     packed = pack_groups(groups)
@@ -165,10 +182,10 @@ def test_every_trained_token_is_predicted_from_the_position_before_it(kind):
     assert sorted(seen) == [(g, i) for g in range(6) for i in range(4)]
 
 
-def test_a_response_sees_its_own_prompt_and_nothing_else():
+def test_a_response_sees_its_own_prompt_and_nothing_else() -> None:
     groups = make_groups(3)
     for micro in micro_batches(planned(groups).samples, 0, 1, PackingRule(200, pair_cost=0.0001)):
-        row_L, segments = micro.input_ids_BL[0], list(micro.segments)
+        row_L, segments = micro.input_ids_BL[0], list(present(micro.segments))
         whole = []
         for s in segments:
             prefix = row_L[s.prefix_start : s.prefix_start + s.prefix_length]
@@ -178,7 +195,7 @@ def test_a_response_sees_its_own_prompt_and_nothing_else():
             assert ids in whole
 
 
-def test_ranks_share_the_samples_and_agree_on_the_number_of_micro_batches():
+def test_ranks_share_the_samples_and_agree_on_the_number_of_micro_batches() -> None:
     samples = planned(make_groups(3)).samples
     plans = [micro_batches(samples, rank, 5, PackingRule(24)) for rank in range(5)]
     assert len({len(plan) for plan in plans}) == 1
@@ -187,18 +204,21 @@ def test_ranks_share_the_samples_and_agree_on_the_number_of_micro_batches():
 
 
 @pytest.mark.parametrize("kind", RULES)
-def test_a_filler_has_an_input_and_no_trained_token(kind):
+def test_a_filler_has_an_input_and_no_trained_token(kind: str) -> None:
     rule = RULES[kind]
     plans = [micro_batches(planned(make_groups(1, 2)).samples, r, 3, rule) for r in range(3)]
     fillers = [m for plan in plans for m in plan if not m.samples]
     assert fillers
     for filler in fillers:
         assert filler.input_ids_BL.shape == (1, 1) and filler.num_trained == 0
-        assert (filler.index_T.dtype, filler.temperatures_T.dtype) == (np.int64, np.float32)
+        assert (filler.index_T.dtype, filler.temperatures_T.dtype) == (
+            np.dtype(np.int64),
+            np.dtype(np.float32),
+        )
     assert len(micro_batches([], 0, 1, rule)) == 1
 
 
-def test_a_lognormal_mix_of_lengths_is_packed_without_padding():
+def test_a_lognormal_mix_of_lengths_is_packed_without_padding() -> None:
     rng = np.random.default_rng(0)
     lengths = np.clip(rng.lognormal(5, 1, 256), 8, 2000).astype(int)
     states = [make_state(0, i, 1, int(length)) for i, length in enumerate(lengths)]
@@ -214,13 +234,13 @@ def test_a_lognormal_mix_of_lengths_is_packed_without_padding():
     assert useful / used["packed"] > 0.999 > useful / used["padded"]
 
 
-def test_minibatches_are_the_groups_in_order():
+def test_minibatches_are_the_groups_in_order() -> None:
     batch = planned(make_groups(6), 3)
     ids = [[group[0].state.group_id for group in part] for part in batch.minibatches]
     assert ids == [[0, 1], [2, 3], [4, 5]]
 
 
-def test_untrainable_trajectories_are_left_out_by_name_and_the_group_keeps_its_true_size():
+def test_untrainable_trajectories_are_left_out_by_name_and_the_group_keeps_its_true_size() -> None:
     states = [make_state(1, i, reward=float(i)) for i in range(8)]
     states[1].status, states[1].error = Status.FAILED, "judge died"
     states[2].reward = float("nan")
@@ -235,26 +255,26 @@ def test_untrainable_trajectories_are_left_out_by_name_and_the_group_keeps_its_t
         assert f"group ('task', 1) {part}" in text
 
 
-def test_what_a_model_cannot_read_or_was_not_sampled_is_left_out_by_name():
-    def bad_logprob(state):
+def test_what_a_model_cannot_read_or_was_not_sampled_is_left_out_by_name() -> None:
+    def bad_logprob(state: RolloutState) -> None:
         state.logprobs[1] = 0.5
 
-    def minus_infinity(state):
+    def minus_infinity(state: RolloutState) -> None:
         state.logprobs[1] = -np.inf
 
-    def nobody(state):
+    def nobody(state: RolloutState) -> None:
         state.policy_versions[2] = -1
 
-    def foreign(state):
+    def foreign(state: RolloutState) -> None:
         state.response_ids[0] = 200
 
-    def negative(state):
+    def negative(state: RolloutState) -> None:
         state.prompt_ids = np.asarray([-1, 2], np.int32)
 
-    def greedy(state):
+    def greedy(state: RolloutState) -> None:
         state.sample_params = SampleParams(max_tokens=64, temperature=0.0)
 
-    def infinite(state):
+    def infinite(state: RolloutState) -> None:
         state.reward = float("-inf")
 
     cases = {
@@ -284,14 +304,14 @@ def test_what_a_model_cannot_read_or_was_not_sampled_is_left_out_by_name():
     assert len(planned([Group(task="task", group_id=1, states=[long, states[-1]])]).samples) == 2
 
 
-def test_a_masked_tokens_logprob_may_be_anything():
+def test_a_masked_tokens_logprob_may_be_anything() -> None:
     states = [make_state(0, i, reward=float(i)) for i in range(2)]
     states[0].response_mask[1], states[0].logprobs[1] = False, np.nan
     batch = planned([Group(task="task", group_id=0, states=states)])
     assert len(batch.samples) == 2 and batch.samples[0].num_trained == 3
 
 
-def test_a_group_with_too_few_trainable_members_is_left_out():
+def test_a_group_with_too_few_trainable_members_is_left_out() -> None:
     states = [make_state(0, 0), make_state(0, 1, status=Status.FAILED, reward=None)]
     batch = planned([Group(task="task", group_id=0, states=states)])
     assert batch.samples == [] and "1 trainable of 2, 2 are needed" in batch.left_out[-1]
@@ -318,7 +338,7 @@ def test_a_choice_of_fewer_members_than_the_advantage_compares_is_refused() -> N
         AdvantageConfig.model_validate({"select": {"size": 2, "bounds": [1, 0]}})
 
 
-def test_a_sample_knows_its_place_in_the_batchs_columns():
+def test_a_sample_knows_its_place_in_the_batchs_columns() -> None:
     groups = make_groups(3)
     groups[1].states[2].status = Status.FAILED
     packed = pack_groups(groups)
@@ -331,7 +351,7 @@ def test_a_sample_knows_its_place_in_the_batchs_columns():
     assert [s for s in batch.samples if with_advantage(advantages)(s)] == [batch.samples[4]]
 
 
-def test_each_token_has_the_sampling_parameters_of_its_trajectory():
+def test_each_token_has_the_sampling_parameters_of_its_trajectory() -> None:
     states = [make_state(0, i, reward=float(i), temperature=t) for i, t in enumerate((0.5, 2.0))]
     samples = planned([Group(task="task", group_id=0, states=states)]).samples
     (micro,) = micro_batches(samples, 0, 1, PackingRule(64))
@@ -339,16 +359,19 @@ def test_each_token_has_the_sampling_parameters_of_its_trajectory():
     states = [make_state(0, i, reward=float(i), top_p=p) for i, p in enumerate((0.5, 1.0))]
     samples = planned([Group(task="task", group_id=0, states=states)]).samples
     (micro,) = micro_batches(samples, 0, 1, PackingRule(64))
-    assert micro.top_p_T.tolist() == [0.5] * 4 + [1.0] * 4 and micro.top_k_T.tolist() == [0] * 8
+    assert (
+        present(micro.top_p_T).tolist() == [0.5] * 4 + [1.0] * 4
+        and present(micro.top_k_T).tolist() == [0] * 8
+    )
 
 
-def test_planning_is_deterministic():
+def test_planning_is_deterministic() -> None:
     first = micro_batches(planned(make_groups(8)).samples, 1, 2, PackingRule(30))
     again = micro_batches(planned(make_groups(8)).samples, 1, 2, PackingRule(30))
     assert all(np.array_equal(a.index_T, b.index_T) for a, b in zip(first, again, strict=True))
 
 
-def test_trajectories_of_one_session_are_one_member_of_their_group():
+def test_trajectories_of_one_session_are_one_member_of_their_group() -> None:
     """Two segments of one session have one reward between them, with which nothing can be compared."""
     alone, two = (
         Group(task="task", group_id=g, states=[make_state(g, 0), make_state(g, 1)]) for g in range(2)

@@ -1,19 +1,24 @@
 """Advantages of a whole batch, from its records and what the models say, against a loop over its tokens."""
 
+from __future__ import annotations
+
+from typing import Any
+
 import numpy as np
 import pytest
 
 from raypost.config import AdvantageConfig, KlConfig
 from raypost.packed import pack_groups
 from raypost.trainer.algorithm.token_advantages import TokenValues, token_advantages
-from raypost.trainer.batch.train_batch import plan_batch
+from raypost.trainer.batch.train_batch import TrainBatch, plan_batch
 from raypost.types import Status
+from tests.present import present
 from tests.unit.test_packing import make_groups
 
 NONE = KlConfig()
 
 
-def make_batch(cut=()):
+def make_batch(cut: Any = ()) -> TrainBatch:
     """Four groups with masked tokens and a failed member; `cut`: (group, member) that a limit ended."""
     groups = make_groups(4, 3, longest=9)
     for group in groups:
@@ -26,7 +31,7 @@ def make_batch(cut=()):
     return plan_batch(pack_groups(groups), AdvantageConfig(kind="gae"), 1)
 
 
-def naive_gae(rewards, values, after, discount, lam):
+def naive_gae(rewards: Any, values: Any, after: Any, discount: float, lam: float) -> list[float]:
     advantages, following, later = [], after, 0.0
     for reward, value in zip(rewards[::-1], values[::-1], strict=True):
         later = reward + discount * following - value + discount * lam * later
@@ -35,7 +40,7 @@ def naive_gae(rewards, values, after, discount, lam):
     return advantages[::-1]
 
 
-def test_a_response_that_was_cut_off_is_worth_what_the_critic_expects_after_it_and_others_nothing():
+def test_a_response_that_was_cut_off_is_worth_what_the_critic_expects_after_it_and_others_nothing() -> None:
     batch = make_batch(cut={(0, 0), (1, 2), (2, 1), (3, 1)})
     rng = np.random.default_rng(0)
     values = TokenValues(*rng.normal(size=(2, batch.num_tokens)).astype(np.float32))
@@ -52,12 +57,12 @@ def test_a_response_that_was_cut_off_is_worth_what_the_critic_expects_after_it_a
         after = float(values.after[sample.last]) if sample.cut_off else 0.0
         expected = naive_gae(rewards, own, after, 0.9, 0.8)
         assert got.advantages[sample.places] == pytest.approx(expected, abs=1e-5)
-        assert got.returns[sample.places] == pytest.approx(np.add(expected, own), abs=1e-5)
+        assert present(got.returns)[sample.places] == pytest.approx(np.add(expected, own), abs=1e-5)
     trained = np.concatenate([sample.places for sample in batch.samples])
-    assert not np.delete(got.advantages, trained).any() and not np.delete(got.returns, trained).any()
+    assert not np.delete(got.advantages, trained).any() and not np.delete(present(got.returns), trained).any()
 
 
-def test_the_state_after_the_last_token_is_what_one_more_token_would_be_chosen_in():
+def test_the_state_after_the_last_token_is_what_one_more_token_would_be_chosen_in() -> None:
     sample = make_batch(cut={(1, 2)}).samples[5]
     assert sample.cut_off and sample.state.num_tokens > 3
     longer = sample.with_one_more(100)
@@ -70,7 +75,7 @@ def test_the_state_after_the_last_token_is_what_one_more_token_would_be_chosen_i
 
 
 @pytest.mark.parametrize("kind", ["grpo", "reinforce_pp"])
-def test_penalties_are_part_of_what_is_compared(kind):
+def test_penalties_are_part_of_what_is_compared(kind: str) -> None:
     batch = make_batch()
     rng = np.random.default_rng(1)
     old, ref = -rng.random((2, batch.num_tokens)).astype(np.float32)
@@ -81,7 +86,9 @@ def test_penalties_are_part_of_what_is_compared(kind):
         rewards = []
         for sample in group:
             per_token = -0.3 * (old[sample.places].astype(float) - ref[sample.places])
-            per_token[-1] += sample.state.reward - 2.0 * max(0, sample.state.num_tokens - (64 - 62)) / 62
+            per_token[-1] += (
+                present(sample.state.reward) - 2.0 * max(0, sample.state.num_tokens - (64 - 62)) / 62
+            )
             rewards.append(per_token)
         totals = np.asarray([one.sum() for one in rewards])
         for sample, own, total in zip(group, rewards, totals, strict=True):
@@ -93,7 +100,7 @@ def test_penalties_are_part_of_what_is_compared(kind):
         token_advantages(batch, config, kl, old_logprobs=old)
 
 
-def test_a_batch_without_anything_trainable_has_empty_columns():
+def test_a_batch_without_anything_trainable_has_empty_columns() -> None:
     groups = make_groups(2, 2)
     for group in groups:
         for state in group.states:

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 
 from actors.training.broadcaster import WeightBroadcaster
 from raypost.config import SyncConfig
 from raypost.errors import StaleWeightsError, WeightError
-from raypost.types import WeightReport
-from raypost.weights.manifest import DOWN, UP, pack, pack_adapters
+from raypost.types import FloatArray, IntArray, WeightReport
+from raypost.weights.manifest import DOWN, UP, Manifest, pack, pack_adapters
 
 CANARY = np.arange(4, dtype=np.int32)
 
@@ -18,25 +20,28 @@ class ScriptedTrainer:
     def __init__(self) -> None:
         self.published: list[int] = []
 
-    async def publish(self, version: int):
+    async def publish(self, version: int) -> tuple[Manifest, list[Any]]:
         self.published.append(version)
         return pack(version, [("w", np.zeros(8, np.uint8), "float32", (2,))], 1 << 20)
 
-    async def canary(self, ids):
-        return np.zeros(len(ids) - 1, np.float32)
+    async def canary(self, token_ids: IntArray) -> FloatArray:
+        return np.zeros(len(token_ids) - 1, np.float32)
+
+    async def offload(self) -> None:
+        """It is on no device."""
 
 
 class ScriptedPool:
     def __init__(self, drift: float = 0.0) -> None:
         self.drift = drift
 
-    async def load_weights(self, manifest, buckets):
+    async def load_weights(self, manifest: Manifest, buckets: list[Any]) -> list[WeightReport]:
         return [
             WeightReport(version=manifest.version, digest=manifest.digest, worker="rollout-0", load_s=0.25)
         ]
 
-    async def canary(self, ids):
-        return [("rollout-0", np.full(len(ids) - 1, self.drift, np.float32))]
+    async def canary(self, prompt_ids: IntArray) -> list[tuple[str, FloatArray]]:
+        return [("rollout-0", np.full(len(prompt_ids) - 1, self.drift, np.float32))]
 
 
 def broadcaster(
@@ -67,7 +72,7 @@ async def test_a_base_counts_as_sent_with_the_first_version_that_has_it() -> Non
     factors = [(f"w{part}", np.zeros(16, np.uint8), "float32", shape) for part, shape in
                ((DOWN, (1, 4)), (UP, (4, 1)))]  # fmt: skip
 
-    async def publish(version: int):
+    async def publish(version: int) -> tuple[Manifest, list[Any]]:
         manifest, own = pack_adapters(version, base, factors, {"w": 1.0}, 1 << 20)
         return manifest, buckets + own
 

@@ -1,15 +1,20 @@
 """Weights survive the way through buckets, and damage is named."""
 
+from __future__ import annotations
+
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
+from numpy.typing import NDArray
 
 from raypost.errors import WeightError
 from raypost.weights.manifest import (
     ALIGNMENT,
     DOWN,
     UP,
+    Bytes,
     Manifest,
     bytes_of,
     pack,
@@ -17,9 +22,12 @@ from raypost.weights.manifest import (
     verify,
     views,
 )
+from tests.present import present
+
+Tensor = tuple[str, Bytes, str, tuple[int, ...]]
 
 
-def make_tensors(seed=0):
+def make_tensors(seed: int = 0) -> tuple[dict[str, NDArray[Any]], list[Tensor]]:
     rng = np.random.default_rng(seed)
     shapes = {"embed": (7, 5), "norm": (3,), "scalar": (), "head": (4, 2, 3), "empty": (0, 4)}
     arrays = {name: rng.normal(size=shape).astype(np.float32) for name, shape in shapes.items()}
@@ -28,7 +36,7 @@ def make_tensors(seed=0):
 
 
 @pytest.mark.parametrize("bucket_bytes", [1, 64, 100, 200, 1 << 20])
-def test_tensors_come_back_bit_for_bit_whatever_the_bucket_size(bucket_bytes):
+def test_tensors_come_back_bit_for_bit_whatever_the_bucket_size(bucket_bytes: int) -> None:
     arrays, tensors = make_tensors()
     manifest, buckets = pack(3, tensors, bucket_bytes)
     verify(manifest, buckets)
@@ -43,14 +51,14 @@ def test_tensors_come_back_bit_for_bit_whatever_the_bucket_size(bucket_bytes):
     assert all(entry.offset % ALIGNMENT == 0 for entry in manifest.tensors)
 
 
-def test_views_do_not_copy():
+def test_views_do_not_copy() -> None:
     manifest, buckets = pack(1, make_tensors()[1], 1 << 20)
     assert all(
         np.shares_memory(data, buckets[e.bucket]) for e, data in views(manifest, buckets) if data.nbytes
     )
 
 
-def test_digest_ignores_version_and_layout_but_not_names_dtypes_shapes_or_bytes():
+def test_digest_ignores_version_and_layout_but_not_names_dtypes_shapes_or_bytes() -> None:
     tensors = make_tensors()[1]
     digest = pack(1, tensors, 1 << 20)[0].digest
     assert pack(2, tensors, 64)[0].digest == digest
@@ -64,7 +72,7 @@ def test_digest_ignores_version_and_layout_but_not_names_dtypes_shapes_or_bytes(
         assert pack(1, [changed, *tensors[1:]], 1 << 20)[0].digest != digest
 
 
-def test_one_flipped_bit_is_refused_with_the_tensors_name():
+def test_one_flipped_bit_is_refused_with_the_tensors_name() -> None:
     manifest, buckets = pack(4, make_tensors()[1], 100)
     entry = next(e for e in manifest.tensors if e.name == "head")
     buckets[entry.bucket][entry.offset + 5] ^= 1
@@ -72,7 +80,7 @@ def test_one_flipped_bit_is_refused_with_the_tensors_name():
         verify(manifest, buckets)
 
 
-def test_missing_bucket_and_forged_manifest_are_refused():
+def test_missing_bucket_and_forged_manifest_are_refused() -> None:
     manifest, buckets = pack(1, make_tensors()[1], 64)
     with pytest.raises(WeightError, match="buckets have"):
         verify(manifest, buckets[:-1])
@@ -81,7 +89,7 @@ def test_missing_bucket_and_forged_manifest_are_refused():
         verify(renamed, buckets)
 
 
-def test_repeated_name_empty_iterable_and_bad_bucket_size_are_refused():
+def test_repeated_name_empty_iterable_and_bad_bucket_size_are_refused() -> None:
     tensors = make_tensors()[1]
     with pytest.raises(WeightError, match="'embed' is published twice"):
         pack(1, [tensors[0], tensors[0]], 64)
@@ -91,7 +99,7 @@ def test_repeated_name_empty_iterable_and_bad_bucket_size_are_refused():
         pack(1, tensors, 0)
 
 
-def test_noncontiguous_and_read_only_bytes_are_packed():
+def test_noncontiguous_and_read_only_bytes_are_packed() -> None:
     data = np.arange(16, dtype=np.uint8)
     data.flags.writeable = False
     manifest, buckets = pack(1, [("half", data[::2], "uint8", (8,))], 64)
@@ -101,11 +109,13 @@ def test_noncontiguous_and_read_only_bytes_are_packed():
 # ---------------------------------------------------------------- adapters
 
 
-def flat(name, array):
+def flat(name: str, array: Any) -> Tensor:
     return name, array.reshape(-1).view(np.uint8), str(array.dtype), array.shape
 
 
-def make_adapters(version=7, seed=0, scale=0.5, bucket_bytes=1 << 20):
+def make_adapters(
+    version: int = 7, seed: int = 0, scale: float = 0.5, bucket_bytes: int = 1 << 20
+) -> tuple[Manifest, list[Bytes], Manifest]:
     """A version with adapters of `embed` [7, 5], and all buckets."""
     base, buckets = pack(0, make_tensors()[1], 100)
     rng = np.random.default_rng(seed)
@@ -117,7 +127,7 @@ def make_adapters(version=7, seed=0, scale=0.5, bucket_bytes=1 << 20):
     return manifest, buckets + own, base
 
 
-def test_a_version_with_adapters_is_the_base_and_a_bucket_of_factors():
+def test_a_version_with_adapters_is_the_base_and_a_bucket_of_factors() -> None:
     manifest, buckets, base = make_adapters()
     verify(manifest, buckets)
     assert (manifest.base, manifest.base_buckets) == (base.digest, len(base.bucket_sizes))
@@ -125,17 +135,18 @@ def test_a_version_with_adapters_is_the_base_and_a_bucket_of_factors():
     added = {entry.name: entry.added for entry in manifest.tensors}
     assert [name for name, one in added.items() if one] == ["embed"]
     rng = np.random.default_rng(0)
-    for factor in (added["embed"].down, added["embed"].up):
+    embed = present(added["embed"])
+    for factor in (embed.down, embed.up):
         expected = rng.normal(size=factor.shape).astype(np.float32)
         assert np.array_equal(bytes_of(factor, buckets).view(np.float32).reshape(factor.shape), expected)
 
 
 @pytest.mark.parametrize("make", [lambda: pack(3, make_tensors()[1], 64)[0], lambda: make_adapters()[0]])
-def test_a_manifest_survives_its_way_as_text(make):
+def test_a_manifest_survives_its_way_as_text(make: Any) -> None:
     assert Manifest.decoded(make().encoded()) == make()
 
 
-def test_digest_covers_base_factors_and_scale_but_neither_version_nor_layout():
+def test_digest_covers_base_factors_and_scale_but_neither_version_nor_layout() -> None:
     manifest = make_adapters()[0]
     assert make_adapters(version=8, bucket_bytes=64)[0].digest == manifest.digest
     others = [make_adapters(seed=1)[0], make_adapters(scale=0.25)[0], make_adapters()[2]]
@@ -144,9 +155,9 @@ def test_digest_covers_base_factors_and_scale_but_neither_version_nor_layout():
     assert [name for name in contents[0] if contents[0][name] != contents[1][name]] == ["embed"]
 
 
-def test_a_damaged_factor_and_a_damaged_base_are_named_and_a_wrong_scale_is_noticed():
+def test_a_damaged_factor_and_a_damaged_base_are_named_and_a_wrong_scale_is_noticed() -> None:
     manifest, buckets, _ = make_adapters()
-    factor = manifest.tensors[0].added.up
+    factor = present(manifest.tensors[0].added).up
     buckets[factor.bucket][factor.offset + 3] ^= 1
     with pytest.raises(WeightError, match=r"version 7: tensor 'embed\.lora_up'"):
         verify(manifest, buckets)
@@ -157,12 +168,12 @@ def test_a_damaged_factor_and_a_damaged_base_are_named_and_a_wrong_scale_is_noti
         verify(manifest, buckets)
     verify(manifest, buckets, known_base=base.digest)
     manifest, buckets, _ = make_adapters()
-    louder = replace(manifest.tensors[0], added=replace(manifest.tensors[0].added, scale=0.75))
+    louder = replace(manifest.tensors[0], added=replace(present(manifest.tensors[0].added), scale=0.75))
     with pytest.raises(WeightError, match="the manifest's own digest"):
         verify(replace(manifest, tensors=(louder, *manifest.tensors[1:])), buckets)
 
 
-def test_another_base_than_the_one_named_is_refused():
+def test_another_base_than_the_one_named_is_refused() -> None:
     manifest, buckets, _ = make_adapters()
     other = replace(manifest.tensors[1], digest="0" * 32)
     tensors = (manifest.tensors[0], other, *manifest.tensors[2:])
@@ -170,7 +181,7 @@ def test_another_base_than_the_one_named_is_refused():
         verify(replace(manifest, tensors=tensors), buckets, known_base=manifest.base)
 
 
-def test_factors_must_come_in_pairs_for_matrices_of_the_base_and_fit_them():
+def test_factors_must_come_in_pairs_for_matrices_of_the_base_and_fit_them() -> None:
     base = pack(0, make_tensors()[1], 100)[0]
     down, up = np.zeros((2, 5), np.float32), np.zeros((7, 2), np.float32)
     cases = {

@@ -129,7 +129,7 @@ def whitened(values: Floats, eps: float = STD_EPS) -> Floats:
     centre = centred(values)
     if not centre.any():
         return centre
-    return centre / (values.std(ddof=1) + eps)
+    return centre / (float(values.std(ddof=1)) + eps)
 
 
 def gae(

@@ -25,13 +25,13 @@ def grpo(rewards_G: ArrayLike, eps: float = STD_EPS) -> Floats:
     Raises ValueError for a group of 1 or a reward that is not finite.
     """
     rewards_G = checked(rewards_G)
-    return centred(rewards_G) / (rewards_G.std(ddof=1) + eps)
+    return centred(rewards_G) / (float(rewards_G.std(ddof=1)) + eps)
 
 
 def mc(rewards_G: ArrayLike, eps: float = STD_EPS) -> Floats:
     """(r - mean) / max(std, eps), std unbiased: TorchRL's MCAdvantage over returns. Raises as `grpo` does."""
     rewards_G = checked(rewards_G)
-    return centred(rewards_G) / max(rewards_G.std(ddof=1), eps)
+    return centred(rewards_G) / max(float(rewards_G.std(ddof=1)), eps)
 
 
 def dr_grpo(rewards_G: ArrayLike) -> Floats:
@@ -60,7 +60,7 @@ def opo(rewards_G: ArrayLike, lengths_G: ArrayLike) -> Floats:
         )
     if (rewards_G == rewards_G[0]).all():
         return np.zeros_like(rewards_G)
-    return rewards_G - np.average(rewards_G, weights=lengths_G)
+    return rewards_G - float(np.average(rewards_G, weights=lengths_G))
 
 
 def pass_at_k(rewards_G: ArrayLike, k: int, eps: float = STD_EPS) -> Floats:
@@ -110,4 +110,4 @@ def centred(values: Floats) -> Floats:
     """Minus their mean. That of equal numbers may differ from them by rounding: equal means exactly 0."""
     if not len(values) or (values == values[0]).all():
         return np.zeros_like(values)
-    return values - values.mean()
+    return values - float(values.mean())

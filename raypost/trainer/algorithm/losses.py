@@ -18,7 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, replace
-from typing import get_args
+from typing import Any, get_args
 
 import numpy as np
 import torch
@@ -59,7 +59,8 @@ class LossTokens:
 
     def kept(self, keep_T: Tensor) -> LossTokens:
         """Only the tokens where `keep_T` is True. The rows keep their numbers."""
-        return replace(self, **{name: values[keep_T] for name, values in self._tensors().items()})
+        kept: dict[str, Any] = {name: values[keep_T] for name, values in self._tensors().items()}
+        return replace(self, **kept)
 
     def _tensors(self) -> dict[str, Tensor]:
         values = {one.name: getattr(self, one.name) for one in fields(self)}

@@ -146,7 +146,7 @@ class ValueStatistics:
         return {name: float(value) for name, value in figures.items() if math.isfinite(value)}
 
 
-def _all_reduce(values: np.ndarray, op: dist.ReduceOp, device: torch.device) -> np.ndarray:
+def _all_reduce(values: np.ndarray, op: dist.ReduceOp.RedOpType, device: torch.device) -> np.ndarray:
     tensor = torch.from_numpy(values).to(device)
     dist.all_reduce(tensor, op=op)
     return tensor.cpu().numpy()

@@ -20,12 +20,15 @@ from __future__ import annotations
 import heapq
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
 from raypost.config import TrainConfig
 from raypost.trainer.batch.train_batch import Sample
+
+Number = TypeVar("Number", bound=np.generic)
 
 _UNEVEN = 1.05
 """Load of the busiest rank over the mean, above which a unit is split."""
@@ -302,14 +305,15 @@ def _micro_batch(
     segments: tuple[Segment, ...] | None,
     index: list[NDArray[np.int64]],
 ) -> MicroBatch:
-    def flat(parts: list[NDArray], dtype: type) -> NDArray:
-        return np.concatenate([np.empty(0), *parts]).astype(dtype)
+    def flat(parts: Sequence[NDArray[Any]], dtype: type[Number]) -> NDArray[Number]:
+        whole: NDArray[Any] = np.concatenate([np.empty(0), *parts])
+        return whole.astype(dtype)
 
     states = [(sample.state, sample.state.response_mask) for sample in samples]
     params = [state.sample_params for state, _ in states]
     counts = [len(one) for one in index]
 
-    def each(values: list, dtype: type) -> NDArray:
+    def each(values: Sequence[float], dtype: type[Number]) -> NDArray[Number]:
         return np.repeat(np.asarray(values, dtype), counts)
 
     cut = any(one.top_p < 1 or one.top_k > 0 for one in params)

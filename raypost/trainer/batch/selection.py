@@ -14,9 +14,6 @@ from numpy.typing import ArrayLike, NDArray
 
 from raypost.config.algorithm import Selector, SessionReward
 
-_EXACT = 100_000
-"""Combinations up to which the best is searched among all of them."""
-
 
 def member_reward(rewards: ArrayLike, how: SessionReward) -> float:
     """Return what a member of a group is worth, from the rewards of its trajectories."""
@@ -34,13 +31,18 @@ def within_bounds(returns_C: ArrayLike, bounds: tuple[float, float]) -> bool:
 
 
 def select_members(
-    returns_C: ArrayLike, size: int, selector: Selector, bounds: tuple[float, float]
+    returns_C: ArrayLike,
+    size: int,
+    selector: Selector,
+    bounds: tuple[float, float],
+    *,
+    max_exact: int = 100_000,
 ) -> NDArray[np.int64] | None:
     """Return indices of `size` candidates whose mean return lies within the bounds, ascending; None if there are none.
 
     first: the first `size` candidates. uniform: evenly spread over the candidates' order of return. balanced: those
     with the mean closest to the middle of the bounds, of equal ones those that spread most, of these the first;
-    beyond 100000 combinations, candidates are exchanged one at a time while that helps. Raises ValueError for a
+    beyond `max_exact` combinations, candidates are exchanged one at a time while that helps. Raises ValueError for a
     size that is not from 1 to C.
     """
     returns = _checked(returns_C)
@@ -52,20 +54,20 @@ def select_members(
         places = np.round(np.linspace(0, len(returns) - 1, size)).astype(int)
         chosen = sorted(np.argsort(returns, kind="stable")[places].tolist())
     elif selector == "balanced":
-        chosen = _balanced(returns, size, (bounds[0] + bounds[1]) / 2)
+        chosen = _balanced(returns, size, (bounds[0] + bounds[1]) / 2, max_exact)
     else:
         raise ValueError(f"unknown selector {selector!r}; there are first, uniform, balanced")
     return np.asarray(chosen, np.int64) if within_bounds(returns[chosen], bounds) else None
 
 
-def _balanced(returns: NDArray[np.float64], size: int, middle: float) -> list[int]:
+def _balanced(returns: NDArray[np.float64], size: int, middle: float, max_exact: int) -> list[int]:
     def badness(chosen: Iterable[int]) -> tuple[float, float]:
         picked = returns[list(chosen)]
         # Rounded, so that equal means of different sums tie.
         return (round(abs(picked.mean() - middle), 12), -round(float(picked.std()), 12))
 
     count = len(returns)
-    if comb(count, size) <= _EXACT:
+    if comb(count, size) <= max_exact:
         return list(min(combinations(range(count), size), key=badness))
     chosen = list(next(islice(combinations(range(count), size), 1)))
     best = badness(chosen)

@@ -38,7 +38,7 @@ _CALL_PAIRS = 1024
 
 
 @dataclass(frozen=True, slots=True)
-class _Block:
+class _SegmentBlock:
     """N segments whose attention is one call. `causal`: queries and keys are the same tokens."""
 
     size: int
@@ -55,7 +55,7 @@ class RowAttention:
     An index of None is the identity.
     """
 
-    blocks: list[_Block]
+    blocks: list[_SegmentBlock]
     query_index: Tensor | None
     key_index: Tensor | None
     result_index_L: Tensor | None
@@ -72,7 +72,7 @@ def row_attention(segments: Sequence[Segment], device: torch.device) -> RowAtten
     """How to compute the attention of a row that `segments` cover in order, without gaps."""
     num_tokens = sum(segment.length for segment in segments)
     result_L = np.empty(num_tokens, np.int64)
-    blocks: list[_Block] = []
+    blocks: list[_SegmentBlock] = []
     queries: list[NDArray[np.int64]] = []
     keys: list[NDArray[np.int64]] = []
     at = 0
@@ -89,7 +89,7 @@ def row_attention(segments: Sequence[Segment], device: torch.device) -> RowAtten
             queries.append(own if masked else keys[-1])
             result_L[segment.start : segment.start + segment.length] = at + asking + np.arange(segment.length)
             at += asking + longest
-        blocks.append(_Block(len(members), asking + longest, prefix + longest, prefix, not masked))
+        blocks.append(_SegmentBlock(len(members), asking + longest, prefix + longest, prefix, not masked))
     return RowAttention(
         blocks, _index(queries, num_tokens, device), _index(keys, num_tokens, device),
         _index([result_L], at, device),
@@ -137,16 +137,16 @@ def _attend(
     q = _gathered(q_LHD, row.query_index)
     k, v = _gathered(k_LHD, row.key_index), _gathered(v_LHD, row.key_index)
     results = []
-    q_parts = q.split([block.size * block.queries for block in row.blocks])
+    q_parts = torch.split(q, [block.size * block.queries for block in row.blocks])
     sizes = [block.size * block.keys for block in row.blocks]
     for block, q_part, k_part, v_part in zip(
-        row.blocks, q_parts, k.split(sizes), v.split(sizes), strict=True
+        row.blocks, q_parts, torch.split(k, sizes), torch.split(v, sizes), strict=True
     ):
         mask_QK = _mask(row, block, sliding_window, query.device)
         q_NHQD, k_NHKD, v_NHKD = (
-            q_part.unflatten(0, (block.size, block.queries)).transpose(1, 2),
-            k_part.unflatten(0, (block.size, block.keys)).transpose(1, 2),
-            v_part.unflatten(0, (block.size, block.keys)).transpose(1, 2),
+            torch.unflatten(q_part, 0, (block.size, block.queries)).transpose(1, 2),
+            torch.unflatten(k_part, 0, (block.size, block.keys)).transpose(1, 2),
+            torch.unflatten(v_part, 0, (block.size, block.keys)).transpose(1, 2),
         )
         if softcap is not None:
             out_NHQD = _capped(q_NHQD, k_NHKD, v_NHKD, mask_QK, scaling, softcap)
@@ -181,7 +181,7 @@ def _gathered(values: Tensor, index: Tensor | None) -> Tensor:
     return values if index is None else values.index_select(0, index)
 
 
-def _mask(row: RowAttention, block: _Block, window: int | None, device: torch.device) -> Tensor | None:
+def _mask(row: RowAttention, block: _SegmentBlock, window: int | None, device: torch.device) -> Tensor | None:
     """What each query of a block sees, or None where plain causal attention says the same."""
     if window is not None and window >= block.keys:
         window = None

@@ -80,7 +80,7 @@ def chosen_logprobs(
     `entropy_gradient`. `support_TV` (bool, see `sampling_support`): tokens outside have probability 0; a target
     outside has logprob -inf. The support itself gets no gradient.
     """
-    logprobs_T, entropy_T = _ChosenLogprobs.apply(
+    logprobs_T, entropy_T = _ChosenLogprobs.apply(  # type: ignore[no-untyped-call]  # torch has no type for it
         logits_TV, targets_T, temperatures_T, support_TV, entropy_gradient
     )
     return logprobs_T, entropy_T

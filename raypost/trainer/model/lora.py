@@ -109,18 +109,13 @@ def merged_weights(
 ) -> Iterator[tuple[str, Tensor | MergedWeight]]:
     """The weights of an adapted model under the plain model's names, adapters merged."""
     layers = dict(_layers(model))
-    for name, tensor in _plain(weights):
+    for name, tensor in base_weights(weights):
         layer = layers.get(name.removesuffix(".weight")) if name.endswith(".weight") else None
         if layer is None:
             yield name, tensor
         else:
             down, up = _factors(layer)
             yield name, MergedWeight(tensor, down, up, layer.scaling[_NAME], _is_transposed(layer))
-
-
-def base_weights(weights: Iterator[tuple[str, Tensor]]) -> Iterator[tuple[str, Weight]]:
-    """The weights of an adapted model under the plain model's names, without what the adapters add."""
-    return _plain(weights)
 
 
 def adapter_scales(model: nn.Module) -> dict[str, float]:
@@ -140,7 +135,8 @@ def adapter_factors(model: nn.Module) -> Iterator[tuple[str, Weight]]:
             yield f"{name}.weight{UP}", up
 
 
-def _plain(weights: Iterator[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+def base_weights(weights: Iterator[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+    """Yield the weights of an adapted model under the plain model's names, without what the adapters add."""
     for name, tensor in weights:
         if ".lora_" not in name:
             yield name.replace(_BASE, "."), tensor

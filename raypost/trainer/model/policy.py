@@ -69,7 +69,7 @@ def pair_cost(model: PreTrainedModel) -> float:
     width = heads * (getattr(config, "head_dim", None) or config.hidden_size // heads)
     embedding = model.get_input_embeddings().weight
     weights = sum(parameter.numel() for parameter in model.parameters()) - embedding.numel()
-    return 2 * width * config.num_hidden_layers / max(1, weights)
+    return float(2 * width * config.num_hidden_layers / max(1, weights))
 
 
 class _Model(nn.Module):
@@ -153,7 +153,8 @@ class Policy(_Model):
         if self.chunked:
             hidden_BLH = self.model.base_model(**inputs)[0]
             hidden_TH = hidden_BLH.flatten(0, 1).index_select(0, index_T)
-            return self.head(hidden_TH, targets_T, sampling)
+            results: tuple[Tensor, Tensor] = self.head(hidden_TH, targets_T, sampling)
+            return results
         self._index_T = index_T
         try:
             logits_TV = self.model(**inputs).logits[0]
@@ -178,5 +179,5 @@ class Critic(_Model):
     ) -> Tensor:
         """values_T, float32 or wider, of the positions `index_T` = b * L + position."""
         hidden_BLH = self.model(**self._inputs(input_ids_BL, segments))[0]
-        values_T = self.value(hidden_BLH.flatten(0, 1).index_select(0, index_T))[:, 0]
+        values_T: Tensor = self.value(hidden_BLH.flatten(0, 1).index_select(0, index_T))[:, 0]
         return values_T.to(torch.promote_types(values_T.dtype, torch.float32))
