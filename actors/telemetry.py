@@ -1,7 +1,7 @@
-"""Telemetry: the one actor that writes the run folder, and that watches the others without holding them up.
+"""Telemetry: the actor that writes the run folder and watches the other actors without holding them up.
 
-Owns the RunWriter, the background pull of spans and statistics, the gauges and the memory samples. Owns no
-figure's definition (raypost.report) and no display.
+Owns the RunWriter, the background pull of spans and statistics, the gauges and the memory samples. What a figure
+means is in raypost.report; what the terminal shows is the driver's.
 
 Invariants: an actor that is slow or dead costs a poll at most `deadline_s` and is counted by name; a drained
 span is written exactly once, because a late answer is waited for and not asked for again.
@@ -10,10 +10,10 @@ span is written exactly once, because a late answer is waited for and not asked 
 from __future__ import annotations
 
 import asyncio
+import collections
 import logging
 import os
 import time
-from collections import Counter as Tally
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -50,7 +50,7 @@ class Telemetry:
         deadline_s: float = DEADLINE_S,
         sample_s: float = SAMPLE_S,
     ) -> None:
-        """`started_s`: when the run began, if before now. Must be made inside a running event loop."""
+        """Start watching, inside a running event loop. `started_s`: when the run began, if before now."""
         self._writer = RunWriter(config.run_dir, config, started_s)
         self._calls = [
             _Call(name, method, handle)
@@ -65,13 +65,14 @@ class Telemetry:
         self._tokens: dict[str, int] = {}
         self._tokens_generated = 0
         self._counts: GroupCounts | None = None
-        self._unreachable: Tally[str] = Tally()
+        self._unreachable: collections.Counter[str] = collections.Counter()
         self._peak_bytes = 0
         self._sampled_s = 0.0
         self._report: dict[str, Any] | None = None
         self._polling = asyncio.get_running_loop().create_task(self._poll_for_ever(), name="telemetry poll")
 
     def __repr__(self) -> str:
+        """Return the name that the dashboard shows."""
         return "telemetry"
 
     async def log(self, step: int, values: Mapping[str, Any]) -> None:
@@ -90,19 +91,13 @@ class Telemetry:
         self._writer.write_sync(report)
         self._gauges.sync(report.seconds)
 
-    async def status(self) -> dict[str, Any]:
-        """Totals of this session so far: `peak_memory_bytes`, `tokens_generated`, `unreachable` by name."""
-        return {
-            "peak_memory_bytes": self._peak_bytes,
-            "tokens_generated": self._tokens_generated,
-            "unreachable": dict(self._unreachable),
-        }
-
     async def finish(
         self, status: RunStatus, error: str | None, counts: GroupCounts | None
     ) -> dict[str, Any]:
-        """Pull once more, write the report and return it. `counts` None: the last that were seen. Repeated,
-        it returns the same report."""
+        """Pull once more, write the report and return it; repeated, return the same report.
+
+        `counts` None: the last that were seen.
+        """
         if self._report is None:
             self._polling.cancel()
             await asyncio.gather(self._polling, return_exceptions=True)
@@ -116,7 +111,7 @@ class Telemetry:
         return self._report
 
     def _check(self) -> None:
-        """Raise what ended the watching, if anything did."""
+        """Raise the error that ended the watching, if one did."""
         if self._polling.done() and not self._polling.cancelled():
             self._polling.result()
 
@@ -193,7 +188,7 @@ class _Call:
     task: asyncio.Task[Any] | None = field(default=None)
 
     def start(self) -> asyncio.Task[Any]:
-        """The open call, or a new one."""
+        """Return the open call, or a new one."""
         if self.task is None:
             self.task = asyncio.create_task(self._ask(), name=f"{self.name}.{self.method}")
         return self.task
@@ -212,9 +207,7 @@ class _Gauges:
 
     def __init__(self, run: str) -> None:
         def gauge(name: str, description: str, *tags: str) -> Gauge:
-            made = Gauge(f"raypost_{name}", description, tag_keys=("run", *tags))
-            made.set_default_tags({"run": run})
-            return made
+            return Gauge(f"raypost_{name}", description, ("run", *tags)).set_default_tags({"run": run})
 
         self._step = gauge("step", "Last train step")
         self._reward = gauge("reward_mean", "Mean reward of the last step, before any filter")
@@ -267,8 +260,11 @@ class _Gauges:
 
 
 def memory_bytes() -> int:
-    """Memory of this Ray node's processes and of what they started: the sum of their proportional set sizes
-    (pages that several share are counted once), or of their resident sizes where the system has no such."""
+    """Return the memory of this Ray node's processes and of what they started.
+
+    The sum of their proportional set sizes (pages that several share are counted once), or of their resident sizes
+    where the system has no such; 0 if it cannot be read.
+    """
     try:
         raylet = psutil.Process(os.getppid())
         above = raylet.parent()

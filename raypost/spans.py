@@ -41,6 +41,7 @@ class SpanLog:
     """
 
     def __init__(self, actor: str, merge_gap_s: float = MERGE_GAP_S, max_spans: int = MAX_SPANS) -> None:
+        """Collect nothing yet. Raises ValueError if max_spans < 1."""
         if max_spans < 1:
             raise ValueError(f"max_spans must be >= 1, got {max_spans}")
         self._actor = actor
@@ -53,6 +54,7 @@ class SpanLog:
         """Spans lost because nobody drained them in time."""
 
     def __len__(self) -> int:
+        """Return the number of spans that wait to be drained."""
         return len(self._spans)
 
     @contextmanager
@@ -84,7 +86,7 @@ class SpanLog:
                     del self._last[oldest.kind]
 
     def drain(self) -> list[Span]:
-        """All spans since the last call, in the order of their first instant recorded."""
+        """Return all spans since the last call, in the order they began to be recorded."""
         with self._lock:
             spans = self._spans
             self._spans = deque()

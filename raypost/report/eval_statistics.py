@@ -1,8 +1,8 @@
-"""Scores of held-out problems: means, pass@k, and how sure one can be of them.
+"""Scores of held-out problems: means and pass@k with confidence intervals.
 
     rewards of every response, by prompt, by task -> Estimate of each statistic -> metrics by name
 
-Pure functions over plain data; who generates and judges is no concern of theirs.
+Pure functions over plain data; responses are generated and judged elsewhere.
 
 The sampling unit is the prompt: responses to one prompt resemble each other, so an interval comes from how prompts
 differ, never from the number of responses alone. Tasks are chosen, not sampled: the interval over all of them
@@ -32,19 +32,19 @@ Rewards = Sequence[Sequence[float | None]]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Estimate:
-    """A mean over prompts. The bounds are None where what was seen does not tell: a single prompt, or equal ones."""
+    """A mean over prompts."""
 
     value: float
-    low: float | None
-    high: float | None
+    bounds: tuple[float, float] | None
+    """Of its confidence interval; None where the prompts do not tell: a single one, or equal ones."""
     num_prompts: int
 
 
 def scores(rewards: Mapping[str, Rewards], options: EvalConfig) -> dict[str, float]:
-    """Metrics of an evaluation: every statistic over all tasks, and per task as `<statistic>/<task>`.
+    """Compute the metrics of an evaluation: every statistic over all tasks, and per task as `<statistic>/<task>`.
 
     `held_out` is mean@n, the mean reward; `pass@k` the chance that one of k responses reaches
-    `options.pass_threshold`, for each k of `options.pass_k`. `_low` and `_high` behind the statistic are the
+    `options.pass_threshold`, for each k of `options.pass_k`. Appended `_low` and `_high` name the
     bounds. `eval_failed` counts responses without a score. A statistic that no prompt has is absent.
     """
     metrics: dict[str, float] = {}
@@ -71,16 +71,14 @@ def _statistics(rewards: Mapping[str, Rewards], options: EvalConfig) -> dict[str
 
 
 def _entries(name: str, estimate: Estimate) -> dict[str, float]:
-    low, high = bounds_of(name)
-    bounds = {low: estimate.low, high: estimate.high}
-    return {name: estimate.value} | {key: bound for key, bound in bounds.items() if bound is not None}
+    return {name: estimate.value, **dict(zip(bounds_of(name), estimate.bounds or (), strict=False))}
 
 
 # ---------------------------------------------------------------- statistics of one task
 
 
 def mean_reward(rewards: Rewards, confidence: float) -> Estimate | None:
-    """mean@n: the mean over prompts of the mean reward of their responses; None without a scored response.
+    """Return mean@n: the mean over prompts of the mean reward of their responses; None without a scored response.
 
     Rewards in [0, 1] have the interval of a rate, which stays in there; others Student's t over the prompts' means.
     """
@@ -94,13 +92,13 @@ def mean_reward(rewards: Rewards, confidence: float) -> Estimate | None:
     value, n = fmean(means), len(means)
     deviation = float(np.std(means, ddof=1)) if n > 1 else 0.0
     if deviation == 0:
-        return Estimate(value=value, low=None, high=None, num_prompts=n)
+        return Estimate(value=value, bounds=None, num_prompts=n)
     half = student_t(confidence, n - 1) * deviation / math.sqrt(n)
-    return Estimate(value=value, low=value - half, high=value + half, num_prompts=n)
+    return Estimate(value=value, bounds=(value - half, value + half), num_prompts=n)
 
 
 def pass_rate(rewards: Rewards, k: int, threshold: float, confidence: float) -> Estimate | None:
-    """pass@k: the mean over prompts with at least k scored responses; None if there is none."""
+    """Return pass@k: the mean over prompts with at least k scored responses; None if there is none."""
     prompts = [scored for prompt in rewards if len(scored := _scored(prompt)) >= k]
     if not prompts:
         return None
@@ -109,7 +107,7 @@ def pass_rate(rewards: Rewards, k: int, threshold: float, confidence: float) -> 
 
 
 def pass_at_k(num_samples: int, num_passed: int, k: int) -> float:
-    """Chance that one of k responses passes, of which num_samples were drawn and num_passed did.
+    """Return the chance that one of k responses passes, of which num_samples were drawn and num_passed did.
 
     The unbiased estimator 1 - C(n - c, k) / C(n, k): Chen et al. 2021, arXiv 2107.03374. Raises ValueError unless
     0 <= num_passed <= num_samples and 1 <= k <= num_samples.
@@ -139,13 +137,12 @@ def over_tasks(estimates: Sequence[Estimate]) -> Estimate:
     value = sum(share * one.value for share, one in zip(shares, estimates, strict=True))
     below, above = 0.0, 0.0
     for share, one in zip(shares, estimates, strict=True):
-        if one.low is None or one.high is None:
-            return Estimate(value=value, low=None, high=None, num_prompts=total)
-        below += (share * (one.value - one.low)) ** 2
-        above += (share * (one.high - one.value)) ** 2
-    return Estimate(
-        value=value, low=value - math.sqrt(below), high=value + math.sqrt(above), num_prompts=total
-    )
+        if one.bounds is None:
+            return Estimate(value=value, bounds=None, num_prompts=total)
+        below += (share * (one.value - one.bounds[0])) ** 2
+        above += (share * (one.bounds[1] - one.value)) ** 2
+    bounds = (value - math.sqrt(below), value + math.sqrt(above))
+    return Estimate(value=value, bounds=bounds, num_prompts=total)
 
 
 def _rate(chances: Sequence[float], num_trials: float, confidence: float) -> Estimate:
@@ -162,12 +159,11 @@ def _rate(chances: Sequence[float], num_trials: float, confidence: float) -> Est
     if spread > 0:
         estimated = (_normal(confidence) / student_t(confidence, n - 1)) ** 2
         trials = max(trials, min((n - 1) * value * (1 - value) / spread, num_trials) * estimated)
-    low, high = wilson(value, trials, confidence)
-    return Estimate(value=value, low=low, high=high, num_prompts=n)
+    return Estimate(value=value, bounds=wilson(value, trials, confidence), num_prompts=n)
 
 
 def wilson(share: float, trials: float, confidence: float) -> tuple[float, float]:
-    """Wilson's score interval of a share of `trials`, which need not be whole. Wilson 1927, JASA 22, 209.
+    """Return Wilson's score interval of a share of `trials`, which need not be whole. Wilson 1927, JASA 22, 209.
 
     Raises ValueError unless 0 <= share <= 1 and trials > 0.
     """
@@ -187,7 +183,7 @@ def _normal(confidence: float) -> float:
 
 @lru_cache(maxsize=64)
 def student_t(confidence: float, freedom: int) -> float:
-    """Bound of the central part of Student's t with that probability.
+    """Return the bound of the central part of Student's t with that probability.
 
     By bisection of the finite sum for whole degrees of freedom: Abramowitz and Stegun 1964, 26.7.3 and 26.7.4.
     Raises ValueError if freedom < 1 or confidence is not inside (0, 1).

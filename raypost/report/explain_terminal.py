@@ -50,7 +50,7 @@ _SAID = ("time", "event", "task", "group")
 
 
 def life_text(life: GroupLife) -> RenderableType:
-    """The life of one group, a line an event."""
+    """Return the life of one group, a line an event."""
     task, group_id = life.key
     parts: list[RenderableType] = [
         Text(f"group {task}/{group_id} of {life.run_dir}: {_verdict(life)}", "bold")
@@ -122,7 +122,7 @@ def _many(notes: list[Fields]) -> str:
 
 
 def _text(line: Fields) -> str:
-    """What one line says, in words."""
+    """Say in words what one line of the journal records."""
     rest = {name: value for name, value in line.items() if name not in _SAID}
     event = line["event"]
     parts: list[str] = []
@@ -147,7 +147,7 @@ def _text(line: Fields) -> str:
 
 
 def _facts(rest: Fields) -> list[str]:
-    """The facts of `ledger.group_facts` in words, then whatever else a line has."""
+    """Say the facts of `ledger.group_facts` in words, then those of any other name."""
     parts = []
     if (tokens := rest.pop("tokens", None)) is not None:
         parts.append(_tokens(tokens))
@@ -191,7 +191,7 @@ def _rewards(rewards: list[float | None]) -> str:
 
 
 def ledger_text(summary: LedgerSummary) -> RenderableType:
-    """Where all groups of a run are, by task."""
+    """Return where all groups of a run are, by task."""
     counts = summary.counts.as_dict()
     places = [
         f"{count} {name.replace('_', ' ')}"

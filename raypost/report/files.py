@@ -54,6 +54,7 @@ class LineWriter:
     """Appends JSON objects to a file, each on a line of its own, handed to the system when written."""
 
     def __init__(self, path: Path) -> None:
+        """Touch nothing before the first object."""
         self._file = LineFile(path)
 
     def write(self, *objects: Mapping[str, Any]) -> None:
@@ -62,7 +63,7 @@ class LineWriter:
 
 
 def read_lines(path: Path) -> Iterator[dict[str, Any]]:
-    """The objects of a JSON lines file, one at a time; nothing if there is no such file.
+    """Yield the objects of a JSON lines file; nothing if there is no such file.
 
     Raises ValueError for a damaged line, except the last one if it was cut off.
     """
@@ -76,8 +77,11 @@ def read_lines(path: Path) -> Iterator[dict[str, Any]]:
 
 
 def plain(item: Mapping[str, Any]) -> dict[str, Any]:
-    """The mapping as plain data that JSON can hold. Numbers that are not finite become null, and their names
-    are listed under `not_finite`: a loss that became NaN must be seen."""
+    """Return the mapping as plain data that JSON can hold.
+
+    Numbers that are not finite become null, and their names are listed under `not_finite`: a loss that became NaN
+    must be seen.
+    """
     result, not_finite = {}, []
     for name, value in item.items():
         if isinstance(value, np.generic | np.ndarray):

@@ -78,7 +78,7 @@ def change(before: float | None, after: float | None) -> str:
 
 
 def moment(iso: str) -> str:
-    """An ISO time in UTC, to the minute."""
+    """Return an ISO time in UTC, to the minute."""
     return iso[:16].replace("T", " ") + " UTC"
 
 

@@ -47,7 +47,7 @@ _FATES = {
 
 
 def render(report: Mapping[str, Any], config: Mapping[str, Any], svgs: Mapping[str, str]) -> str:
-    """The page. `svgs` by name, as plots.draw gives them; sections without a plot are left out."""
+    """Return the page. `svgs` by name, as plots.draw gives them; sections without a plot are left out."""
     template = Template(resources.files("raypost.report").joinpath("page.html").read_text("utf-8"))
     return template.substitute(
         name=escape(report["name"]),
@@ -202,7 +202,7 @@ def _evals(evals: list[dict[str, Any]]) -> str:
 
 
 def _eval_order(name: str) -> tuple[int, int, str]:
-    """The mean first, then pass rates by k, then the rest; each before its tasks."""
+    """Order by: the mean first, then pass rates by k, then the rest; each before its tasks."""
     statistic, _, _ = name.partition("/")
     kind, _, k = statistic.partition("@")
     return (("held_out", "pass").index(kind) if kind in ("held_out", "pass") else 2, int(k or 0), name)

@@ -1,9 +1,9 @@
-"""What a run shows on the terminal while it goes on: phases, a line a step, and the figures at its end.
+"""The terminal during a run: phases, a line a step, and the figures at its end.
 
 Owns layout and wording. With a terminal a panel is redrawn in place; without one (`ray job submit`, a file)
-every step is one aligned line. Shows what it is told and measures nothing but the time between steps.
+every step is one aligned line. It is told what to show and measures only the time between steps.
 
-Invariant: what is kept does not grow with the number of steps.
+Invariant: its memory does not grow with the number of steps.
 """
 
 from __future__ import annotations
@@ -216,7 +216,7 @@ class RunDisplay:
 
 
 def scores_table(scores: Mapping[str, Any], tasks: Sequence[str], options: EvalConfig) -> Table:
-    """What an evaluation gave, a line a task, with intervals."""
+    """Return the scores of an evaluation, a line a task, with intervals."""
     statistics = {metrics.HELD_OUT: f"mean@{options.samples}"}
     statistics |= {metrics.pass_at(k): metrics.pass_at(k) for k in options.pass_k}
     failed = int(scores.get(metrics.EVAL_FAILED) or 0)
@@ -236,7 +236,7 @@ def scores_table(scores: Mapping[str, Any], tasks: Sequence[str], options: EvalC
 
 
 def report_text(report: Mapping[str, Any], run_dir: Path) -> str:
-    """The figures that matter, a line each, and the path of the report."""
+    """Return the figures that matter, a line each, and the path of the report."""
     groups = report["groups"]
     fates = [
         f"{n} {name.replace('_', ' ')}" for name, n in groups.items() if n and name not in ("sampled", "lost")

@@ -74,8 +74,17 @@ def get(ref: ray.ObjectRef, timeout_s: float = 30.0) -> Any:
     return ray.get(ref, timeout=timeout_s)
 
 
-def recorded_spans(config: Config) -> list[dict]:
+def recorded_spans(config: Config) -> list[dict[str, Any]]:
     return list(files.read_lines(config.run_dir / files.SPANS))
+
+
+def recorded_usage(config: Config) -> dict[str, Any]:
+    """The session's totals so far."""
+    usage: dict[str, Any] = {"unreachable": {}, "tokens_generated": None}
+    for line in files.read_lines(config.run_dir / files.EVENTS):
+        if line["event"] == "usage":
+            usage = line
+    return usage
 
 
 @pytest.fixture
@@ -121,8 +130,7 @@ def test_a_slow_actor_delays_nobody_and_none_of_its_spans_is_lost_or_written_twi
     while len(recorded_spans(config)) < 8 and time.monotonic() < deadline:
         time.sleep(0.1)
     get(slow.set_delay.remote(0.0))
-    status = get(telemetry.status.remote())
-    assert status["unreachable"].keys() == {"slow"}
+    assert recorded_usage(config)["unreachable"].keys() == {"slow"}
     get(telemetry.finish.remote("finished", None, None))
     actors = sorted(span["actor"] for span in recorded_spans(config))
     assert actors == ["fast"] * 3 + ["slow"] * 5
@@ -133,16 +141,16 @@ def test_a_dead_actor_is_counted_by_name_and_the_report_is_written(config: Confi
     dead, alive = source("dead"), source("alive")
     get(dead.counts.remote())
     telemetry = make(config, {"dead": dead, "alive": alive})
-    get(telemetry.status.remote())
+    get(telemetry.log.remote(1, {}))
     ray.kill(dead)
     get(alive.add.remote(2))
     deadline = time.monotonic() + 20
     while time.monotonic() < deadline:
-        status = get(telemetry.status.remote())
-        if status["unreachable"].get("dead", 0) > 3 and len(recorded_spans(config)) == 2:
+        usage = recorded_usage(config)
+        if usage["unreachable"].get("dead", 0) > 3 and len(recorded_spans(config)) == 2:
             break
         time.sleep(0.1)
-    assert status["unreachable"].keys() == {"dead"}
+    assert usage["unreachable"].keys() == {"dead"}
     report = get(telemetry.finish.remote("failed", "a rank died", None))
     assert report["groups"]["sampled"] == 12, "the last counts seen stand"
     assert any("dead" in problem for problem in report["problems"])
@@ -156,11 +164,11 @@ def test_tokens_of_a_restarted_worker_are_added_and_not_taken_back(config: Confi
         get(worker.set_tokens.remote(tokens))
         deadline = time.monotonic() + 10
         while time.monotonic() < deadline:
-            status = get(telemetry.status.remote())
-            if status["tokens_generated"] >= total:
+            usage = recorded_usage(config)
+            if (usage["tokens_generated"] or 0) >= total:
                 break
             time.sleep(0.05)
-        assert status["tokens_generated"] == total
+        assert usage["tokens_generated"] == total
     ray.kill(telemetry)
 
 
