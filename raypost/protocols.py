@@ -27,7 +27,7 @@ from raypost.types import (
     SyncReport,
     WeightReport,
 )
-from raypost.weights.manifest import Manifest
+from raypost.weights.manifest import Bytes, Manifest
 
 BatchT_co = TypeVar("BatchT_co", covariant=True)
 """A batch as its buffer hands it out: PackedGroups in one process, a Ref of them from another. Production passes it
@@ -89,8 +89,8 @@ class RolloutControl(Protocol):
 class WeightSource(Protocol):
     """Where a version of the weights comes from: the trainer group."""
 
-    async def publish(self, version: int) -> tuple[Manifest, list[Any]]:
-        """The weights as `version`: their manifest, and one object-store ref a bucket."""
+    async def publish(self, version: int) -> tuple[Manifest, list[Ref[Bytes]]]:
+        """Return the weights as `version`: their manifest, and one ref for each bucket."""
         ...
 
     async def canary(self, token_ids: IntArray) -> FloatArray:
@@ -103,20 +103,18 @@ class WeightSource(Protocol):
 
 
 class Reference(Protocol):
-    """Who computes the frozen reference's logprobs in the stead of the trainer's ranks. Refs are those of the object
-    store."""
+    """Computes the frozen reference's logprobs instead of the trainer's ranks."""
 
     async def start(self) -> Sequence[object]:
         """Start whatever computes; return what each part of it says about itself."""
         ...
 
-    async def compute_ref_logprobs(self, batch_ref: Any) -> Any:
-        """Ref of a batch (PackedGroups) -> ref of a column: logprobs of its trained tokens, temperature and cuts as
-        sampled, 0 elsewhere."""
+    async def compute_ref_logprobs(self, batch_ref: Ref[PackedGroups]) -> Ref[FloatArray]:
+        """Return a ref of a column: logprobs of the batch's trained tokens, sampled as they were, 0 elsewhere."""
         ...
 
     async def drain_spans(self) -> list[Span]:
-        """What all parts of it did since the last call."""
+        """Return what all parts of it did since the last call."""
         ...
 
     async def shutdown(self) -> None:
@@ -127,7 +125,7 @@ class Reference(Protocol):
 class WeightSink(Protocol):
     """Where a version of the weights goes: the rollout pool."""
 
-    async def load_weights(self, manifest: Manifest, buckets: list[Any]) -> list[WeightReport]:
+    async def load_weights(self, manifest: Manifest, buckets: list[Ref[Bytes]]) -> list[WeightReport]:
         """Load into every live worker; what each says it holds. Raises WeightError if that differs."""
         ...
 

@@ -19,7 +19,6 @@ import heapq
 import itertools
 import logging
 from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
 import ray
@@ -34,7 +33,7 @@ from raypost.errors import RaypostError
 from raypost.packed import PackedGroups
 from raypost.spans import TRAIN, SpanLog
 from raypost.trainer.batch.train_batch import Column, Limits, Sample, plan_batch
-from raypost.types import FloatArray, Span
+from raypost.types import FloatArray, Ref, Span
 
 log = logging.getLogger(__name__)
 
@@ -132,13 +131,13 @@ class ReferenceGroup:
         starting = asyncio.gather(*(worker.start.remote() for worker in self._workers))
         return list(await within(starting, self._start_timeout_s, "the reference's engines to start"))
 
-    async def compute_ref_logprobs(self, batch_ref: ray.ObjectRef) -> ray.ObjectRef:
+    async def compute_ref_logprobs(self, batch_ref: Ref[PackedGroups]) -> Ref[Column]:
         """Return a ref of the Column with the logprobs of the batch's trained tokens. Raises RaypostError."""
         return await within(
             self._column(batch_ref), self._step_timeout_s, "the reference's logprobs of a batch"
         )
 
-    async def _column(self, batch_ref: ray.ObjectRef) -> ray.ObjectRef:
+    async def _column(self, batch_ref: Ref[PackedGroups]) -> Ref[Column]:
         parts = len(self._workers)
         calls = [
             asyncio.ensure_future(self._call(part, "compute_ref_logprobs", batch_ref, part, parts))
@@ -151,10 +150,12 @@ class ReferenceGroup:
                 call.cancel()
         return columns[0] if parts == 1 else await self._call(0, "join", *columns)
 
-    async def _call(self, first: int, method: str, *args: Any) -> ray.ObjectRef:
+    async def _call(self, first: int, method: str, *args: object) -> Ref[Column]:
         """Return a ref of a call's second return once it is there; the next worker is asked when one is away."""
         for attempt in itertools.count():
             worker = self._workers[(first + attempt) % len(self._workers)]
+            done: Ref[None]
+            result: Ref[Column]
             done, result = getattr(worker, method).options(num_returns=2).remote(*args)
             try:
                 await done

@@ -27,7 +27,6 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any
 
-import ray
 from ray.actor import ActorHandle
 
 from actors.engine.life import EngineInfo
@@ -48,11 +47,12 @@ from raypost.types import (
     GenerateRequest,
     GenerateResult,
     IntArray,
+    Ref,
     Span,
     WeightReport,
     WorkerStats,
 )
-from raypost.weights.manifest import Manifest
+from raypost.weights.manifest import Bytes, Manifest
 
 log = logging.getLogger(__name__)
 
@@ -99,7 +99,7 @@ class PoolWorker:
 @dataclass(slots=True, frozen=True)
 class _Weights:
     manifest: Manifest
-    buckets: list[ray.ObjectRef] = field(repr=False)
+    buckets: list[Ref[Bytes]] = field(repr=False)
 
 
 class RolloutController(CallBatches):
@@ -272,7 +272,7 @@ class RolloutController(CallBatches):
                 worker.account(working=True)
         await self._notify()
 
-    async def load_weights(self, manifest: Manifest, buckets: list[ray.ObjectRef]) -> list[WeightReport]:
+    async def load_weights(self, manifest: Manifest, buckets: list[Ref[Bytes]]) -> list[WeightReport]:
         """Load a version into every live worker; return what each says it holds afterwards. A pool that sleeps wakes.
 
         A worker that dies meanwhile catches up when it is back. Raises WeightError if one holds something

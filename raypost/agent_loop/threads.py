@@ -29,10 +29,10 @@ class SideThread:
     def __init__(self, name: str) -> None:
         """`name`: of the thread, which starts with the first call."""
         self._name = name
-        self._calls: SimpleQueue[tuple[Future[Any], Callable[[], Any]] | None] = SimpleQueue()
+        self._calls: SimpleQueue[tuple[Future[object], Callable[[], object]] | None] = SimpleQueue()
         self._thread: threading.Thread | None = None
 
-    async def call(self, function: Callable[..., Any], *args: Any) -> Any:
+    async def call(self, function: Callable[..., object], *args: object) -> Any:
         """Return `function(*args)`: a coroutine function is awaited here, any other runs in the thread.
 
         If this is cancelled, a function that runs already goes on to its end, and its result is dropped.
@@ -42,7 +42,7 @@ class SideThread:
         result = await asyncio.wrap_future(self._submit(functools.partial(function, *args)))
         return await result if inspect.isawaitable(result) else result
 
-    def post(self, function: Callable[[], Any]) -> None:
+    def post(self, function: Callable[[], object]) -> None:
         """Run `function` after the calls before it, without waiting. Its errors are logged."""
         self._submit(function).add_done_callback(self._log_failure)
 
@@ -52,8 +52,8 @@ class SideThread:
             self._calls.put(None)
             self._thread = None
 
-    def _submit(self, function: Callable[[], Any]) -> Future[Any]:
-        future: Future[Any] = Future()
+    def _submit(self, function: Callable[[], object]) -> Future[object]:
+        future: Future[object] = Future()
         self._calls.put((future, function))
         if self._thread is None:
             self._thread = threading.Thread(target=self._work, name=self._name, daemon=True)
@@ -74,7 +74,7 @@ class SideThread:
                 future.set_exception(error if ordinary else RuntimeError(f"it raised {error!r}"))
             del entry, future, function
 
-    def _log_failure(self, future: Future[Any]) -> None:
+    def _log_failure(self, future: Future[object]) -> None:
         error = future.exception()
         if error is not None:
             log.warning("%s: %s", self._name, repr(error)[:500])

@@ -155,8 +155,7 @@ async def test_cancelled_call_leaves_no_request_in_the_engine(bench: Bench) -> N
     with pytest.raises(asyncio.CancelledError):
         await call
     assert (await bench.worker.stats()).running == 0
-    assert bench.worker._life.engine is not None
-    assert bench.worker._life.engine.llm.get_num_unfinished_requests() == 0
+    assert bench.llm.get_num_unfinished_requests() == 0
     await bench.assert_serves(bench.version)
 
 
@@ -306,7 +305,7 @@ async def test_versions_never_go_back_and_a_repeated_one_is_acknowledged(bench: 
 @one_engine
 async def test_engine_that_slept_serves_what_was_loaded_and_what_it_kept(bench: Bench) -> None:
     await bench.sync()
-    llm = bench.worker._life.engine.llm  # type: ignore[union-attr]
+    llm = bench.llm
     await bench.worker.pause()
     await bench.worker.sleep(keep_weights=False)
     asleep = await llm.engine_core.is_sleeping_async()

@@ -43,9 +43,9 @@ class ScriptedEngine:
         self.woken: list[str] = []
         self.fails: str | None = None
         self.ended = False
-        self._held: tuple[int, str, bool] = (-1, "", False)
-        self._goes_on = asyncio.Event()
-        self._aborted = False
+        self.loaded: tuple[int, str, bool] = (-1, "", False)
+        self.goes_on = asyncio.Event()
+        self.aborted = False
 
     @property
     def asleep(self) -> bool:
@@ -59,40 +59,40 @@ class ScriptedEngine:
 
     async def generate(self, request: GenerateRequest) -> GenerateResult:
         """One token at the end of time, unless it is aborted."""
-        self._aborted = False
-        await self._goes_on.wait()
+        self.aborted = False
+        await self.goes_on.wait()
         assert not self.sleeping, "the engine generates with memory that it has lent"
-        if self._aborted:
+        if self.aborted:
             return GenerateResult.nothing("abort")
         return GenerateResult(
             response_ids=np.ones(1, np.int32),
             logprobs=np.zeros(1, np.float32),
-            policy_versions=np.full(1, self._held[0], np.int32),
+            policy_versions=np.full(1, self.loaded[0], np.int32),
             finish_reason="length",
             worker="",
         )
 
     async def prompt_logprobs(self, prompt_ids: np.ndarray, resume: bool = False) -> np.ndarray:
         assert not self.sleeping, "the canary runs in memory that was lent"
-        return np.full(len(prompt_ids) - 1, self._held[0], np.float32)
+        return np.full(len(prompt_ids) - 1, self.loaded[0], np.float32)
 
     async def pause(self, mode: str, clear_cache: bool = True) -> None:
         assert not self.sleeping, "what sleeps was stopped before"
         if mode == "abort":
-            self._aborted = True
-            self._goes_on.set()
+            self.aborted = True
+            self.goes_on.set()
             await asyncio.sleep(0)
-        self._goes_on.clear()
+        self.goes_on.clear()
 
     async def resume(self) -> None:
         assert not self.sleeping, "the engine resumes with memory that it has lent"
-        self._goes_on.set()
+        self.goes_on.set()
 
     async def sleep(self, keep_weights: bool) -> None:
         if self.fails == "sleep":
             raise RuntimeError("no main memory is left")
         if not keep_weights:
-            self._held = (-1, "", False)
+            self.loaded = (-1, "", False)
         self.sleeping = set(BOTH)
 
     async def wake(self, *memory: str) -> None:
@@ -106,10 +106,10 @@ class ScriptedEngine:
         assert "weights" not in self.sleeping, "weights are loaded into memory that was lent"
         if self.fails == "load":
             raise RuntimeError("these bytes are not what was sent")
-        self._held = (manifest.version, manifest.digest, False)
+        self.loaded = (manifest.version, manifest.digest, False)
 
     async def held(self) -> tuple[int, str, bool]:
-        return self._held
+        return self.loaded
 
     def shutdown(self) -> None:
         self.ended = True
@@ -241,7 +241,7 @@ async def test_an_engine_that_serves_or_holds_frozen_requests_does_not_sleep() -
         await worker.sleep(keep_weights=True)
     await worker.pause()
     await worker.resume(1)
-    worker.engine._goes_on.clear()
+    worker.engine.goes_on.clear()
     frozen = asyncio.create_task(worker.generate(request("long")))
     await asyncio.sleep(0)
     await worker.pause("keep")
@@ -357,7 +357,7 @@ class Pool:
         self.controller = RolloutController(self.workers, rollout, 20.0)
 
     async def serve(self, version: int) -> None:
-        await self.controller.load_weights(*published(version))
+        await self.controller.load_weights(*published(version))  # type: ignore[arg-type]  # values are their own refs
         await self.controller.resume(version)
 
     @property
@@ -398,7 +398,7 @@ async def test_the_pool_wakes_with_a_load_and_a_resume() -> None:
     with pytest.raises(StaleWeightsError, match="cannot serve version 2: the pool holds 1"):
         await pool.controller.resume(2)
     assert pool.sleeping == ["all"] * 2
-    await pool.controller.load_weights(*published(2))
+    await pool.controller.load_weights(*published(2))  # type: ignore[arg-type]  # values are their own refs
     assert pool.sleeping == ["kv_cache"] * 2
     assert len(await pool.controller.canary(np.arange(3, dtype=np.int32))) == 2
     await pool.controller.resume(2)

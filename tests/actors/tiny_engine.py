@@ -101,6 +101,12 @@ class Bench:
         self.history: dict[int, LlamaForCausalLM] = {}
         """The model as it was at every version."""
 
+    @property
+    def llm(self) -> Any:
+        """The worker's AsyncLLM."""
+        assert self.worker._life.engine is not None
+        return self.worker._life.engine.llm
+
     async def sync(self) -> None:
         """Change the weights and bring them into the worker, which then serves."""
         await self.worker.pause()

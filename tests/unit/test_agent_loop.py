@@ -19,7 +19,8 @@ from raypost.types import (
     Group,
     Status,
 )
-from tests.unit.production import STOP, state, virtual
+from tests.unit.production import state, virtual
+from tests.unit.prompts import STOP
 from tests.unit.scripted_generator import (
     NOT_PARTIAL,
     TEN_SECONDS_OF_GRACE,

@@ -16,7 +16,8 @@ from raypost.types import (
     Group,
     Status,
 )
-from tests.unit.production import STOP, virtual
+from tests.unit.production import virtual
+from tests.unit.prompts import STOP
 from tests.unit.scripted_environments import (
     AnswersInTurn,
     AsyncEcho,

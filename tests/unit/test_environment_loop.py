@@ -17,7 +17,8 @@ from raypost.types import (
     NO_VERSION,
     Status,
 )
-from tests.unit.production import STOP, virtual
+from tests.unit.production import virtual
+from tests.unit.prompts import STOP
 from tests.unit.scripted_environments import (
     AnswersInTurn,
     AsyncEcho,

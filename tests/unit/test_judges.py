@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from raypost.config import JudgeConfig, SourceConfig, TaskConfig
-from raypost.data.sources import StreamSource
+from raypost.data.sources import Stream
 from raypost.data.task_source import build_source
 from raypost.errors import JudgeError
 from raypost.judges import RuleJudge, build_judge
@@ -55,7 +55,7 @@ def test_without_a_pattern_the_whole_response_is_the_answer() -> None:
 async def test_right_and_wrong_answers_are_scored_by_the_datasets_own_scorer_in_order() -> None:
     task = sums(answer_pattern=LAST_NUMBER)
     source = build_source(task, 0)
-    assert not isinstance(source, StreamSource)
+    assert not isinstance(source, Stream)
     metadata = source.sample(0).metadata
     right = metadata["answer"]
     responses = [f"\n1 =\n{right}", " no idea", "", f"{right}00"]
