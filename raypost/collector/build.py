@@ -104,7 +104,7 @@ class OnDemandStrategy(AsyncProduceStrategy):
     """So many groups at work or waiting for the consumer, of whatever version: its clock is nobody's training."""
 
     def __init__(self, config: StrategyConfig, num_groups: int) -> None:
-        """Raises ConfigError for what only a clock of train steps gives a meaning."""
+        """Raise ConfigError for a setting that means something only where train steps are counted."""
         without_meaning = config.model_fields_set - CLOCKLESS
         if without_meaning:
             raise ConfigError(
@@ -137,7 +137,7 @@ def _task(given: Mapping[str, object], own_source: bool) -> TaskConfig:
 
 
 def _pool(generator: Any, pause_mode: PauseMode) -> Any:
-    """The generator, gated unless it can be paused."""
+    """Return the generator, gated unless it can be paused."""
     if hasattr(generator, "pause") and hasattr(generator, "resume"):
         return generator
     if pause_mode == "keep":

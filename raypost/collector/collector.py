@@ -49,8 +49,10 @@ class Collector:
         batch_size: int = 1,
         **options: Unpack[CollectorOptions],
     ) -> None:
-        """`batch_size` groups make a train step, over all tasks. Raises ConfigError for options that exclude each
-        other."""
+        """Make a collector of `batch_size` groups a train step, over all tasks.
+
+        Raises ConfigError for options that exclude each other.
+        """
         check_options(options)
         if batch_size < 1:
             raise ConfigError(f"batch_size must be >= 1 group, got {batch_size}")
@@ -104,7 +106,7 @@ class Collector:
                 await self.aclose()
 
     def __iter__(self) -> Iterator[Any]:
-        """The same for callers without an event loop: production goes on while they work on a batch."""
+        """Iterate without an event loop: production goes on while they work on a batch."""
         try:
             while (delivered := self._own_thread().submit(self._next()).result()) is not _END:
                 yield delivered
@@ -125,7 +127,7 @@ class Collector:
         return self._own_thread().submit(self.fill())
 
     async def _next(self) -> Any:
-        """The next batch, delivered, or _END. Cancelled while it waits for groups, it goes on when called again."""
+        """Return the next batch, delivered, or _END. Cancelled while it waits, it goes on when called again."""
         await self._begin()
         while not self._is_full():
             if not self._ready:
@@ -146,7 +148,7 @@ class Collector:
         return full or 0 <= self._total <= self.num_turns
 
     async def _take(self) -> list[tuple[Item, int]]:
-        """What the groups of the next step give, each with the turns it stands for."""
+        """Return the items of the next step's groups, each with the number of turns it stands for."""
         if self._step:
             await self.producer.acknowledge(self._step)
         _, packed = await self.producer.take_batch(self._step + 1)
@@ -197,7 +199,7 @@ class Collector:
         return self.version_id(self._version)
 
     def version_id(self, version: int) -> PolicyVersion:
-        """What the integer version of a token is called in what is delivered."""
+        """Return the name that a version has outside of the collector."""
         if self._options.get("version_type", "int") == "int":
             return version
         return uuid.uuid5(self._namespace, str(version))
@@ -283,15 +285,19 @@ class Collector:
         self._thread = None
 
     async def __aenter__(self) -> Collector:
+        """Keep the collector open until the block ends."""
         self._entered = True
         return self
 
     async def __aexit__(self, *_: object) -> None:
+        """Close the collector."""
         await self.aclose()
 
     def __enter__(self) -> Collector:
+        """Keep the collector open until the block ends."""
         self._entered = True
         return self
 
     def __exit__(self, *_: object) -> None:
+        """Close the collector."""
         self.close()

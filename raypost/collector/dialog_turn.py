@@ -14,7 +14,7 @@ from raypost.agent_loop.turns import Turn
 from raypost.types import FloatArray, IntArray, RolloutState
 
 PolicyVersion = int | uuid.UUID
-"""What a version is called outside: itself, or a UUID that is unique to the collector."""
+"""The name of a version in what is delivered: the number, or a UUID that is unique to the collector."""
 
 
 @dataclass(slots=True, kw_only=True, frozen=True, eq=False)
@@ -50,6 +50,7 @@ class DialogTurn:
 
     @property
     def reward(self) -> float:
+        """Reward of the turn."""
         return self.turn.reward
 
     @property

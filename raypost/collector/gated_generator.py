@@ -15,16 +15,19 @@ from raypost.types import GenerateRequest, GenerateResult
 
 
 class GatedGenerator:
-    """A `Generator` and a `RolloutControl`. Aborting cancels open requests: the tokens of the turn that is being
-    generated are lost, those before it stay."""
+    """A `Generator` and a `RolloutControl`.
+
+    Aborting cancels open requests: the tokens of the turn that is being generated are lost, those before it stay.
+    """
 
     def __init__(self, generator: Generator) -> None:
+        """Start paused."""
         self._generator = generator
         self._open = asyncio.Event()
         self._requests: set[asyncio.Task[GenerateResult]] = set()
 
     async def generate(self, request: GenerateRequest) -> GenerateResult:
-        """What the generator gives; "abort" without tokens if a pause comes first."""
+        """Return what the generator gives; "abort" without tokens if a pause comes first."""
         if not self._open.is_set():
             return GenerateResult.nothing("abort")
         task = asyncio.ensure_future(self._generator.generate(request))

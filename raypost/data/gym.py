@@ -27,17 +27,19 @@ class GymSource:
     """The problems of a reasoning-gym dataset, none of them held out."""
 
     def __init__(self, task: TaskConfig, seed: int) -> None:
-        """Raises ConfigError for an unknown dataset or parameters it refuses."""
+        """Raise ConfigError for an unknown dataset or parameters it refuses."""
         self._task = task
         self._seed = seed
         self._size = task.source.size or DEFAULT_SIZE
         self._dataset = gym_dataset(task.source, seed, part=0)
 
     def __reduce__(self) -> tuple[Any, ...]:
+        """Pickle as a call that makes the dataset again."""
         # A dataset of reasoning-gym may hold what cannot be pickled.
         return GymSource, (self._task, self._seed)
 
     def __len__(self) -> int:
+        """Return the number of problems in an epoch."""
         return self._size
 
     @property
@@ -47,7 +49,7 @@ class GymSource:
         return f"reasoning-gym {version} {source.dataset} {json.dumps(source.params, sort_keys=True)}"
 
     def sample(self, index: int) -> Prompt:
-        """The problem at `index`, or a neighbour in its place when that one is held out."""
+        """Return the problem at `index`, or a neighbour in its place when that one is held out."""
         if not 0 <= index < self._size:
             raise IndexError(f"index {index} of a source of {self._size} problems")
         for probe in range(_PROBES):
@@ -61,7 +63,7 @@ class GymSource:
 
 
 def gym_held_out(task: TaskConfig, seed: int, limit: int) -> Iterator[Prompt]:
-    """The held-out ones among the first `limit` problems."""
+    """Return the held-out ones among the first `limit` problems."""
     # Another part than training's: the stream of candidates differs even where the split is small.
     dataset = gym_dataset(task.source, seed, part=1)
     for entry in map(dataset.__getitem__, itertools.islice(range(len(dataset)), limit)):
@@ -70,7 +72,7 @@ def gym_held_out(task: TaskConfig, seed: int, limit: int) -> Iterator[Prompt]:
 
 
 def gym_dataset(source: SourceConfig, seed: int, part: int) -> Any:
-    """The reasoning-gym dataset of `source`; each `part` of a seed has its own problems.
+    """Return the reasoning-gym dataset of `source`; each `part` of a seed has its own problems.
 
     Raises ConfigError for an unknown dataset or parameters it refuses.
     """

@@ -16,7 +16,7 @@ from collections import deque
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from multiprocessing.context import SpawnContext, SpawnProcess
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any, Generic, Protocol, TypeVar, cast
 
 from raypost.errors import ConfigError, ProductionError, WaitTimeoutError
 
@@ -37,9 +37,11 @@ ItemT_co = TypeVar("ItemT_co", covariant=True)
 
 
 class Reader(Protocol[ItemT_co]):
-    """What a worker is sent: reads the items at growing positions."""
+    """Reads the items at growing positions. Can be sent to a process before it has read any."""
 
-    def __getitem__(self, position: int) -> ItemT_co: ...
+    def __getitem__(self, position: int) -> ItemT_co:
+        """Return the item at `position`."""
+        ...
 
 
 class Prefetch(Generic[ItemT]):
@@ -48,7 +50,7 @@ class Prefetch(Generic[ItemT]):
     def __init__(
         self, reader: Reader[ItemT], start: int, num_workers: int, *, owner: str, timeout_s: float
     ) -> None:
-        """Starts the workers and returns at once. `owner` names who waits, for messages."""
+        """Start the workers and return at once. `owner` names who waits, for messages."""
         self._reader = reader
         self._start = start
         self._num_workers = num_workers
@@ -63,7 +65,7 @@ class Prefetch(Generic[ItemT]):
         self._pending: Future[list[ItemT]] = self._thread.submit(self._advance)
 
     def next(self) -> ItemT:
-        """The next item.
+        """Return the next item.
 
         Raises what reading it raised; ProductionError if a worker died, WaitTimeoutError if nothing came
         within the deadline, ConfigError if the reader cannot be sent to a process. Then only `close` is left.
@@ -120,11 +122,12 @@ class Prefetch(Generic[ItemT]):
             ) from error
         # Imported here: torch takes two seconds and much memory, which only those with workers should pay.
         import torch
-        from torch.utils.data import DataLoader
+        from torch.utils.data import DataLoader, Dataset
 
-        loader = DataLoader(
-            self._reader,
-            batch_sampler=map(lambda first: range(first, first + CHUNK), itertools.count(self._start, CHUNK)),
+        firsts = itertools.count(self._start, CHUNK)
+        loader: DataLoader[ItemT] = DataLoader(
+            cast("Dataset[ItemT]", self._reader),  # torch wants the class, and uses its __getitem__ alone
+            batch_sampler=(list(range(first, first + CHUNK)) for first in firsts),
             num_workers=self._num_workers,
             prefetch_factor=CHUNKS_AHEAD,
             collate_fn=list,

@@ -32,18 +32,20 @@ Row = dict[str, Any]
 class Rows(Protocol):
     """Rows by number."""
 
-    def __len__(self) -> int: ...
+    def __len__(self) -> int:
+        """Return the number of rows."""
+        ...
 
     def row(self, number: int) -> Row:
-        """The row, a dict by field. Raises ConfigError naming its place if it is none."""
+        """Return the row, a dict by field. Raises ConfigError naming its place if it is no such thing."""
         ...
 
     def scan(self, *fields: str) -> Iterator[tuple[Any, ...]]:
-        """Values of these fields in every row, in order; None where a row lacks one."""
+        """Yield the values of these fields in every row, in order; None where a row lacks one."""
         ...
 
     def place(self, number: int) -> str:
-        """Where the row stands, for messages."""
+        """Return where the row stands, for messages."""
         ...
 
 
@@ -51,7 +53,7 @@ class JsonlRows:
     """Lines of JSONL files, blank ones left out. Keeps 8 bytes a line in memory."""
 
     def __init__(self, task: TaskConfig) -> None:
-        """Raises ConfigError if there is no such file, or none can be read, or they hold no line."""
+        """Raise ConfigError if there is no such file, or none can be read, or they hold no line."""
         self._files = _Files(task)
         self._open: dict[int, IO[bytes]] = {}
         self._offsets = array("q")
@@ -68,12 +70,15 @@ class JsonlRows:
             raise ConfigError(f"{self._files} holds 0 prompts: give it at least one line")
 
     def __getstate__(self) -> dict[str, Any]:
+        """Leave out what is open: another process opens its own."""
         return {**self.__dict__, "_open": {}}
 
     def __len__(self) -> int:
+        """Return the number of rows."""
         return len(self._offsets)
 
     def row(self, number: int) -> Row:
+        """Return the row; see Rows."""
         file = self._file(bisect.bisect_right(self._starts, number) - 1)
         file.seek(self._offsets[number])
         line = file.readline()
@@ -89,10 +94,12 @@ class JsonlRows:
         return row
 
     def scan(self, *fields: str) -> Iterator[tuple[Any, ...]]:
+        """Yield the fields' values of every row."""
         for row in map(self.row, range(len(self))):
             yield tuple(map(row.get, fields))
 
     def place(self, number: int) -> str:
+        """Return where the row stands."""
         path = self._files.paths[bisect.bisect_right(self._starts, number) - 1]
         with open(path, "rb") as file:
             ends = itertools.accumulate(map(len, file))
@@ -109,7 +116,7 @@ class ParquetRows:
     """Rows of Parquet files, by row groups: fast in random order while all that is read fits CACHE_BYTES."""
 
     def __init__(self, task: TaskConfig) -> None:
-        """Raises ConfigError if there is no such file, one is no Parquet file, or they hold no row."""
+        """Raise ConfigError if there is no such file, one is no Parquet file, or they hold no row."""
         self._files = _Files(task)
         self._parquets: dict[int, Any] = {}
         self._tables: OrderedDict[int, Any] = OrderedDict()
@@ -125,23 +132,28 @@ class ParquetRows:
             raise ConfigError(f"{self._files} holds 0 prompts: give it at least one row")
 
     def __getstate__(self) -> dict[str, Any]:
+        """Leave out what is open: another process opens its own."""
         return {**self.__dict__, "_parquets": {}, "_tables": OrderedDict()}
 
     def __len__(self) -> int:
+        """Return the number of rows."""
         return self._starts[-1]
 
     def row(self, number: int) -> Row:
+        """Return the row; see Rows."""
         group = bisect.bisect_right(self._starts, number) - 1
         table = self._table(group)
         row: Row = table.slice(number - self._starts[group], 1).to_pylist()[0]
         return row
 
     def scan(self, *fields: str) -> Iterator[tuple[Any, ...]]:
+        """Yield the fields' values of every row."""
         for number in range(len(self._files.paths)):
             for batch in self._parquet(number).iter_batches(batch_size=_BATCH, columns=list(fields)):
                 yield from zip(*(batch.column(name).to_pylist() for name in fields), strict=True)
 
     def place(self, number: int) -> str:
+        """Return where the row stands."""
         path = self._files.paths[self._groups[bisect.bisect_right(self._starts, number) - 1][0]]
         return f"{path}: row {number} of the source"
 
@@ -169,7 +181,7 @@ class HubRows:
     """Rows of a Hugging Face dataset that `save_to_disk` wrote, memory-mapped by its library."""
 
     def __init__(self, task: TaskConfig) -> None:
-        """Raises ConfigError if there is none in the folder, it has no row, or lacks a field."""
+        """Raise ConfigError if there is none in the folder, it has no row, or lacks a field."""
         self._task = task
         self._data = _load_saved(task)
         _require(task.source, self._data.column_names, str(task.source.dataset))
@@ -177,19 +189,24 @@ class HubRows:
             raise ConfigError(f"{task.source.dataset} holds 0 prompts: give it at least one row")
 
     def __reduce__(self) -> tuple[Any, ...]:
+        """Pickle as a call that opens the dataset again."""
         return HubRows, (self._task,)
 
     def __len__(self) -> int:
+        """Return the number of rows."""
         return len(self._data)
 
     def row(self, number: int) -> Row:
+        """Return the row; see Rows."""
         return dict(self._data[number])
 
     def scan(self, *fields: str) -> Iterator[tuple[Any, ...]]:
+        """Yield the fields' values of every row."""
         for batch in self._data.select_columns(list(fields)).iter(batch_size=_BATCH):
             yield from zip(*(batch[name] for name in fields), strict=True)
 
     def place(self, number: int) -> str:
+        """Return where the row stands."""
         return f"{self._task.source.dataset} row {number}"
 
 
@@ -235,7 +252,7 @@ class _Files:
         return ", ".join(map(str, self.paths))
 
     def unchanged(self, number: int) -> Path:
-        """The file's path. Raises ConfigError if the file is not as it was at first."""
+        """Return the file's path. Raises ConfigError if the file is not as it was at first."""
         path = self.paths[number]
         if not path.exists() or _stamp(path) != self._stamps[number]:
             raise ConfigError(f"{path} changed while the run reads it: keep it as it is, or start a new run")
@@ -248,7 +265,7 @@ def _stamp(path: Path) -> tuple[int, int]:
 
 
 def _expand(task: str, patterns: Sequence[str]) -> list[Path]:
-    """The files that paths and glob patterns name: in the order given, a pattern's sorted, none twice."""
+    """Return the files that paths and glob patterns name: in the order given, a pattern's sorted, none twice."""
     names: list[str] = []
     for pattern in (str(Path(pattern).expanduser()) for pattern in patterns):
         if not glob.has_magic(pattern) or Path(pattern).exists():

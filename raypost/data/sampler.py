@@ -62,7 +62,7 @@ class Sampler:
         *,
         timeout_s: float = PROMPT_TIMEOUT_S,
     ) -> None:
-        """`encode` gives the prompt's token ids; it runs where the source is read. Nothing is read yet.
+        """Make the sampler without reading anything; `encode`, which runs where the source is read, gives token ids.
 
         With `source.num_workers` > 0 source and encode are sent to worker processes. Raises ConfigError if
         the source is empty.
@@ -89,14 +89,14 @@ class Sampler:
 
     @property
     def position(self) -> int:
-        """How many groups were sampled so far: the `group_id` of the next one."""
+        """Groups sampled so far: the `group_id` of the next one."""
         return self._cursor.position
 
     def start(self) -> None:
         """Read the next prompt and keep it; with workers, start them and wait for it.
 
-        Optional, since `sample` does it too: for a thread, where an event loop must not wait so long. Raises
-        what `sample` raises.
+        `sample` does it too; call this from a thread where an event loop must not wait so long. Raises what `sample`
+        raises.
         """
         if self._item is None:
             try:
@@ -107,7 +107,7 @@ class Sampler:
                 raise
 
     def sample(self) -> Group:
-        """The next group: `group_size` INIT trajectories of one prompt.
+        """Return the next group: `group_size` INIT trajectories of one prompt.
 
         Raises ConfigError if the prompt is longer than `max_prompt_tokens`; it is never cut. After any error
         the position is what it was.
@@ -178,7 +178,7 @@ class Sampler:
         }
 
     def _order_identity(self, position: int) -> dict[str, Any]:
-        """What tells whether this process draws the same order at `position`."""
+        """Return what tells whether this process draws the same order at `position`."""
         if self._size is None:
             return {}
         order = epoch_order(self._seed, position // self._size, self._size)
@@ -206,7 +206,7 @@ class Sampler:
 
 
 def epoch_order(seed: int, epoch: int, size: int) -> IntArray:
-    """The order of an epoch: a permutation of 0 to size - 1, shape [size]."""
+    """Return the order of an epoch: a permutation of 0 to size - 1, shape [size]."""
     return np.random.default_rng((seed, epoch)).permutation(size).astype(np.int32)
 
 
@@ -242,9 +242,10 @@ class _StreamReader:
         self._prompts: Iterator[Prompt] | None = None
 
     def __getitem__(self, position: int) -> EncodedPrompt:
-        prompt = None
+        prompt: Prompt | None = None
         while self._cursor.position <= position:
             prompt = self._next()
+        assert prompt is not None, "positions grow"
         return _item(prompt, self._encode, self._cursor.epoch, self._cursor.offset - 1)
 
     def _next(self) -> Prompt:

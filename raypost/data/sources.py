@@ -34,7 +34,9 @@ from raypost.errors import ConfigError
 class Source(Protocol):
     """A fixed number of prompts, addressed by index. With an `identity`, a restored state must have the same one."""
 
-    def __len__(self) -> int: ...
+    def __len__(self) -> int:
+        """Return the number of prompts."""
+        ...
 
     def sample(self, index: int) -> Prompt:
         """Return the prompt at `index`, the same one whenever asked."""
@@ -54,7 +56,7 @@ class RowSource:
     """The rows that are not held out."""
 
     def __init__(self, task: TaskConfig, rows: Rows, seconds: float | None = None) -> None:
-        """Reads every question once, or as many as it can in `seconds`.
+        """Read every question once, or as many as possible in `seconds`.
 
         Raises ConfigError if a row holds no prompt, or nothing is left to train.
         """
@@ -82,10 +84,11 @@ class RowSource:
             )
 
     def __len__(self) -> int:
+        """Return the number of prompts."""
         return len(self._index)
 
     def sample(self, index: int) -> Prompt:
-        """The prompt at `index`."""
+        """Return the prompt at `index`."""
         return _prompt(self._task, self._rows, self._index[index])
 
 
@@ -93,6 +96,7 @@ class StreamSource:
     """The prompts of an iterable without a length that are not held out, in the iterable's own order."""
 
     def __init__(self, task: TaskConfig) -> None:
+        """Read nothing yet."""
         self._task = task
 
     @property
@@ -102,7 +106,7 @@ class StreamSource:
         return f"{source.dataset} {json.dumps(source.params, sort_keys=True, default=repr)} {source.size}"
 
     def prompts(self) -> Iterator[Prompt]:
-        """One pass. Raises ConfigError if a row holds no prompt."""
+        """Return one pass over them. Raises ConfigError if a row holds no prompt."""
         return (one for one in stream_prompts(self._task) if not is_held_out(one.metadata["question"]))
 
 
@@ -110,26 +114,31 @@ class SequenceRows:
     """The rows of a sequence that a function returned. Another process calls the function again."""
 
     def __init__(self, task: TaskConfig, data: Any) -> None:
-        """Raises ConfigError if it is empty."""
+        """Raise ConfigError if it is empty."""
         self._task = task
         self._data = data
         if len(self) < 1:
             raise ConfigError(f"{task.source.dataset} holds 0 prompts: it must return at least one row")
 
     def __reduce__(self) -> tuple[Any, ...]:
+        """Pickle as a call that asks the function again."""
         return _call_again, (self._task, len(self))
 
     def __len__(self) -> int:
+        """Return the number of rows."""
         return len(self._data)
 
     def row(self, number: int) -> Row:
+        """Return the row; see Rows."""
         return _checked(self._task, self._data[number], self.place(number))
 
     def scan(self, *fields: str) -> Iterator[tuple[Any, ...]]:
+        """Yield the fields' values of every row."""
         for row in map(self.row, range(len(self))):
             yield tuple(map(row.get, fields))
 
     def place(self, number: int) -> str:
+        """Return where the row stands."""
         return f"{self._task.source.dataset}: row {number}"
 
 
@@ -144,25 +153,25 @@ def _call_again(task: TaskConfig, size: int) -> SequenceRows:
 
 
 def python_rows(task: TaskConfig) -> SequenceRows | None:
-    """The rows of a function that returns a sequence; None if it returns an iterable without a length."""
+    """Return the rows of a function that returns a sequence; None if it returns an iterable without a length."""
     data = call(task)
     return SequenceRows(task, data) if _is_sequence(data) else None
 
 
 def stream_prompts(task: TaskConfig) -> Iterator[Prompt]:
-    """All prompts of an iterable, held-out ones too, once."""
+    """Yield all prompts of an iterable, held-out ones too, once."""
     for number, row in enumerate(itertools.islice(call(task), task.source.size)):
         place = f"{task.source.dataset}: row {number}"
         yield row_prompt(task, _checked(task, row, place), functools.partial(str, place))
 
 
 def row_prompts(task: TaskConfig, rows: Rows) -> Iterator[Prompt]:
-    """The prompts of all rows, held-out ones too, in order."""
+    """Return the prompts of all rows, held-out ones too, in order."""
     return (_prompt(task, rows, number) for number in range(len(rows))[: task.source.size])
 
 
 def call(task: TaskConfig) -> Any:
-    """What the source's function returns. Raises ConfigError if it cannot be called or that is no iterable."""
+    """Call the source's function and return its data. Raises ConfigError if that fails or it gives no iterable."""
     what, source = f"task {task.name!r}: source.dataset", task.source
     function = load_function(str(source.dataset), what)
     try:

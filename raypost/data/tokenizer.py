@@ -45,6 +45,7 @@ class Tokenizer:
         chat_template: str | None,
         origin: str,
     ) -> None:
+        """Raise ConfigError without an end-of-sequence id."""
         if not eos_ids:
             raise ConfigError(
                 f"tokenizer in {origin} has no end-of-sequence token, so no response would ever end: set "
@@ -60,7 +61,7 @@ class Tokenizer:
 
     @classmethod
     def load(cls, model_path: Path | str) -> Tokenizer:
-        """Tokenizer of a Hugging Face model folder.
+        """Return the tokenizer of a Hugging Face model folder.
 
         Raises ConfigError without a tokenizer.json, without an end-of-sequence token, or when a file is
         damaged.
@@ -111,18 +112,23 @@ class Tokenizer:
         return self._chat_template is not None
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> IntArray:
-        """Ids of the text, shape [T]. Plain text gets what the tokenizer's own post-processor adds; text that
-        `chat` rendered already contains its special tokens: pass add_special_tokens=False."""
+        """Return the ids of the text, shape [T].
+
+        Plain text gets what the tokenizer's own post-processor adds; text that `chat` rendered already contains its
+        special tokens: pass add_special_tokens=False.
+        """
         return np.asarray(self._backend.encode(text, add_special_tokens=add_special_tokens).ids, np.int32)
 
     def decode(self, ids: Sequence[int] | IntArray) -> str:
-        """Text of the ids, special tokens left out."""
+        """Return the text of the ids, special tokens left out."""
         return str(self._backend.decode(np.asarray(ids).tolist(), skip_special_tokens=True))
 
     def chat(self, messages: list[dict[str, Any]], *, add_generation_prompt: bool = True) -> str:
-        """The messages ({"role": ..., "content": ...}) in the model's chat template, up to where the
-        assistant speaks, or without `add_generation_prompt` up to the end of the last message. Raises
-        ConfigError without a template, or when the template refuses the messages."""
+        """Return the messages ({"role": ..., "content": ...}) in the model's chat template.
+
+        The text ends where the assistant speaks, or without `add_generation_prompt` with the last message. Raises
+        ConfigError without a template, or when the template refuses the messages.
+        """
         if self._chat_template is None:
             raise ConfigError(
                 f"tokenizer in {self._origin} has no chat template: set chat: false for its tasks, or add "
@@ -140,7 +146,7 @@ class Tokenizer:
 
 
 def _read_json(file: Path) -> dict[str, Any]:
-    """The file's mapping; empty when there is no such file. Raises ConfigError when it is damaged."""
+    """Return the file's mapping; empty when there is no such file. Raises ConfigError when it is damaged."""
     if not file.is_file():
         return {}
     try:
@@ -163,7 +169,7 @@ def _special_tokens(settings: dict[str, Any]) -> dict[str, str]:
 
 
 def _as_ids(value: Any) -> list[int]:
-    """One id, several, or none, as a list."""
+    """Return one id, several, or none, as a list."""
     values = value if isinstance(value, list) else [value]
     return [item for item in values if isinstance(item, int)]
 
@@ -173,7 +179,7 @@ def _token_id(backend: Backend, text: str | None) -> list[int]:
 
 
 def _chat_template(folder: Path, settings: dict[str, Any]) -> str | None:
-    """The default chat template; a file of its own wins over tokenizer_config.json, as in transformers."""
+    """Return the default chat template; a file of its own wins over tokenizer_config.json, as in transformers."""
     file = folder / "chat_template.jinja"
     if file.is_file():
         return file.read_text(encoding="utf-8")
@@ -195,7 +201,7 @@ class _GenerationTag(jinja2.ext.Extension):
 
 @functools.lru_cache(maxsize=8)
 def _compiled(template: str) -> jinja2.Template:
-    """With what chat templates may rely on; sandboxed, because whoever made the model wrote the code."""
+    """With what chat templates may rely on; sandboxed, because the code comes with the model."""
 
     def raise_exception(message: str) -> None:
         raise jinja2.TemplateError(message)

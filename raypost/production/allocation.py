@@ -36,7 +36,7 @@ def allocate(batch_size: int, weights: Mapping[str, float]) -> dict[str, int]:
 
 
 def scheduled_weight(task: TaskConfig, step: int) -> float:
-    """The task's weight at `step`: that of the last entry of its schedule which has begun."""
+    """Return the task's weight at `step`: that of the last entry of its schedule which has begun."""
     begun = [start for start in task.weight_schedule if start <= step]
     return task.weight_schedule[max(begun)] if begun else task.weight
 
@@ -47,13 +47,13 @@ class Allocation:
     def __init__(
         self, tasks: Sequence[TaskConfig], batch_size: int, function: WeightFunction | None = None
     ) -> None:
-        """`function` is given the scheduled weights and returns those that hold."""
+        """Split `batch_size` groups; `function` changes the scheduled weights."""
         self._tasks = tuple(tasks)
         self.batch_size = batch_size
         self._function = function
 
     def weights(self, step: int) -> dict[str, float]:
-        """Weights of `step` by task. Raises ConfigError if the function names other tasks."""
+        """Return the weights of `step` by task. Raises ConfigError if the function names other tasks."""
         scheduled = {task.name: scheduled_weight(task, step) for task in self._tasks}
         if self._function is None:
             return scheduled
@@ -66,7 +66,7 @@ class Allocation:
         return {name: float(weights[name]) for name in scheduled}
 
     def __call__(self, step: int) -> dict[str, int]:
-        """Groups by task; every task is in it, possibly with 0. Raises ConfigError if no weight is left."""
+        """Return the groups of each task, possibly 0. Raises ConfigError if no weight is left."""
         try:
             return allocate(self.batch_size, self.weights(step))
         except ConfigError as error:

@@ -111,26 +111,26 @@ class ProduceContext:
         return await uninterrupted(under_lock())
 
     def fail(self, error: BaseException) -> None:
-        """Production cannot go on; the first failure is the one that is raised."""
+        """Record that production cannot go on; the first failure is the one that is raised."""
         if self.failure is None:
             self.failure = error
             self.pending.changed.notify()
 
     def set_status(self, status: ProduceBatchStatus) -> None:
-        """Production's status; a consumer that waits looks again when it changes."""
+        """Set the status of production; a consumer that waits looks again when it changes."""
         if status is not self.status:
             self.status = status
             self.pending.changed.notify()
 
     def raise_failure(self) -> None:
-        """Raise what ended production, with its own traceback; nothing if it is well."""
+        """Raise what ended production, if anything did, with its own traceback."""
         if isinstance(self.failure, asyncio.CancelledError):
             raise ProductionError(f"production was cancelled; {self.describe()}")
         if self.failure is not None:
             raise self.failure
 
     def describe(self) -> str:
-        """Every counter, for error messages and logs."""
+        """Return every counter, for error messages and logs."""
         progress = self.progress
         return (
             f"status {self.status}, version {self.version}, next_consumer_step {progress.next_consumer_step}, "
@@ -140,7 +140,7 @@ class ProduceContext:
         )
 
     def _pending_text(self) -> str:
-        """How many groups are in flight, and which the longest."""
+        """Return how many groups are in flight, and which the longest."""
         entries, now = sorted(self.pending.all(), key=lambda entry: entry.started_s), self.clock()
         longest = [
             f"{task}/{group_id} for {now - one.started_s:.0f} s"
@@ -173,14 +173,18 @@ class ProduceContext:
     # ---------------------------------------------------------------- receiving groups
 
     async def settle(self) -> None:
-        """Move every finished group to where it belongs. Lock held. A group's own failure is recorded and
-        raised by `run`, never here: the groups beside it still get home."""
+        """Move every finished group to where it belongs. Lock held.
+
+        A group's own failure is recorded and raised by `run`, never here: the other groups are stored all the same.
+        """
         if await self.pending.settle(self._receive):
             self.pending.changed.notify()
 
     async def _receive(self, entries: list[PendingGroup]) -> None:
-        """Judge what came, store it in one call, and only then account for it: a call that raises counts
-        nothing, and the groups are received again."""
+        """Decide about finished groups, store them in one call, and only then account for them.
+
+        A call that raises counts nothing, and the groups are received again.
+        """
         await self._store([self._verdict(entry) for entry in entries])
 
     async def _store(self, received: list[_Received]) -> None:
@@ -199,7 +203,7 @@ class ProduceContext:
             self._account_stored(one, result)
 
     def _verdict(self, entry: PendingGroup) -> _Received:
-        """What is to become of a group that ended. Changes nothing but the group."""
+        """Decide what becomes of a group that ended. Changes nothing but the group."""
         if entry.task.cancelled():
             if entry.put_back:
                 return self._back(entry)
@@ -221,7 +225,7 @@ class ProduceContext:
         return _Received(entry, group, verdict, why=errors[0] if errors else "not valid for training")
 
     def _judged(self, entry: PendingGroup, group: Group) -> Status:
-        """Status the group gets, after the filter. Members that cannot be trained are marked FAILED."""
+        """Return the group's status, after the filter. Members that cannot be trained are marked FAILED."""
         came = [state.sample_index for state in group.states]
         sent = [state.sample_index for state in entry.last_known]
         if group.key != entry.key or came != sent:
@@ -242,7 +246,7 @@ class ProduceContext:
         return group.status
 
     def _again(self, entry: PendingGroup, error: BaseException) -> _Received:
-        """Its host died: it is dispatched again, but not for ever."""
+        """Dispatch a group again whose host died, but not for ever."""
         dispatches = self._dispatches[entry.key] + 1
         if dispatches < MAX_DISPATCHES:
             log.warning("group %s is dispatched again: %s", entry.key, type(error).__name__)
@@ -252,7 +256,7 @@ class ProduceContext:
         return _Received(entry, group, Status.FAILED, why=why)
 
     def _back(self, entry: PendingGroup, dispatches: int = 0) -> _Received:
-        """It goes back as it was when it started, to be continued."""
+        """Put a group back as it was when it started, to be continued."""
         states = [replace(state) for state in entry.last_known]
         for state in states:
             if state.status is not Status.COMPLETED:

@@ -102,8 +102,10 @@ class Pausing:
             )
 
     async def _ask(self, mode: PauseMode) -> tuple[bool, bool]:
-        """Ask the pool to stop, again and again, until it confirmed it and nothing is pending (`keep`: until it
-        confirmed it); returns (confirmed, drained), at the latest at the deadline."""
+        """Ask the pool to stop, again and again; returns (confirmed, drained), at the latest at the deadline.
+
+        It ends once the pool confirmed and nothing is pending; with `keep` the confirmation is enough.
+        """
         loop, changed = asyncio.get_running_loop(), self._pending.changed
         deadline, resend_at = loop.time() + self._timeout_s, loop.time()
         confirmed = drained = False

@@ -30,11 +30,12 @@ class Signal:
     """
 
     def __init__(self) -> None:
+        """Start at 0."""
         self.count = 0
         self._moved = asyncio.Event()
 
     def notify(self) -> None:
-        """Something changed."""
+        """Wake those who wait."""
         self.count += 1
         self._moved.set()
         self._moved = asyncio.Event()
@@ -62,6 +63,7 @@ class PendingGroup:
     """Response tokens it started with."""
 
     def __post_init__(self) -> None:
+        """Count the tokens."""
         self.num_tokens = sum(state.num_tokens for state in self.last_known)
 
 
@@ -69,14 +71,16 @@ class PendingSet:
     """The groups in flight, and the gate that lets new ones start."""
 
     def __init__(self) -> None:
+        """Start empty, with the gate closed."""
         self.lock = asyncio.Lock()
-        """Held by whoever moves a group from one place to another."""
+        """Held by every step that moves a group."""
         self.changed = Signal()
         """Moves when a group ends, and whenever else production or consumption may go on."""
         self._pending: dict[GroupKey, PendingGroup] = {}
         self._gate_open = False
 
     def __len__(self) -> int:
+        """Return the number of groups in flight."""
         return len(self._pending)
 
     @property
@@ -90,15 +94,15 @@ class PendingSet:
         return not self._gate_open and not self._pending
 
     def num_of(self, task: str) -> int:
-        """Groups of one task in flight."""
+        """Return how many groups of one task are in flight."""
         return sum(key[0] == task for key in self._pending)
 
     def all(self) -> list[PendingGroup]:
-        """Groups in flight, those included that ended and were not received yet."""
+        """Return the groups in flight, including those that ended and were not received yet."""
         return list(self._pending.values())
 
     def running(self) -> list[PendingGroup]:
-        """Groups whose generation has not ended."""
+        """Return the groups whose generation has not ended."""
         return [entry for entry in self._pending.values() if not entry.task.done()]
 
     async def open_gate(self) -> None:
@@ -108,7 +112,7 @@ class PendingSet:
         self.changed.notify()
 
     async def close_gate(self) -> None:
-        """Let none start any more: when this returns, none is half way through starting either."""
+        """Let none start: when this returns, none is half way through starting either."""
         async with self.lock:
             self._gate_open = False
         self.changed.notify()
@@ -127,9 +131,9 @@ class PendingSet:
         return entry
 
     async def settle(self, receive: Callable[[list[PendingGroup]], Awaitable[None]]) -> int:
-        """Hand all finished groups to `receive`, then forget them. The caller holds the lock. How many.
+        """Hand all finished groups to `receive`, then forget them; returns how many. The caller holds the lock.
 
-        If `receive` raises they stay, to be received by the next who settles.
+        If `receive` raises they stay, to be received the next time.
         """
         assert self.lock.locked(), "finished groups are claimed under the lock"
         finished = [entry for entry in self._pending.values() if entry.task.done()]

@@ -42,7 +42,7 @@ class ProduceProgress:
     # ---------------------------------------------------------------- targets
 
     def allocation(self, step: int) -> dict[str, int]:
-        """Groups of each task in the batch of `step`; fixed once it was asked for."""
+        """Return the groups of each task in the batch of `step`; fixed once it was asked for."""
         if step not in self._allocations:
             self._allocations[step] = dict(self._allocate(step))
         return self._allocations[step]
@@ -54,15 +54,15 @@ class ProduceProgress:
             self.target_upto[task] = following
 
     def advance_future_step(self, task: str) -> None:
-        """The step that production worked for is complete, or was begun and need not be waited for."""
+        """Work for the next step: this one is complete, or was begun and need not be waited for."""
         self.producer_future_step[task] += 1
 
     def available(self, task: str, completed: int) -> int:
-        """How much of the target is met; `completed` groups are in the buffer."""
+        """Return how much of the target is met; `completed` groups are in the buffer."""
         return self.consumed[task] + self.waived[task] + completed
 
     def target_at(self, task: str, step: int) -> int:
-        """The target that `step` and those before it have a share in."""
+        """Return the target as of `step`, without the shares of later steps."""
         later = range(step + 1, self.target_upto[task] + 1)
         return self.target[task] - sum(self.allocation(following)[task] for following in later)
 
@@ -75,7 +75,7 @@ class ProduceProgress:
         self.next_consumer_step = step + 1
 
     def forget(self, step: int) -> None:
-        """Batches up to `step` are trained: what they were allotted is not asked for again."""
+        """Forget the allocation of steps up to `step`, which are trained."""
         for past in [one for one in self._allocations if one <= step]:
             del self._allocations[past]
 
@@ -93,7 +93,7 @@ class ProduceProgress:
         window.expired_tokens_mean += (mean_tokens - window.expired_tokens_mean) / window.expired_groups
 
     def read_metrics(self) -> ProductionMetrics:
-        """The window since the last call; the next one starts at zero."""
+        """Return the window since the last call; the next one starts at zero."""
         window = self._metrics
         self._metrics = ProductionMetrics()
         return window
@@ -101,8 +101,11 @@ class ProduceProgress:
     # ---------------------------------------------------------------- checkpoint
 
     def state_dict(self, undone: Mapping[int, Mapping[str, int]] | None = None) -> dict[str, Any]:
-        """All counters and the open window as plain data. `undone` are steps that were taken, with their groups
-        by task, but are not in the model that is saved with this: in the state they are not taken yet."""
+        """Return all counters and the open window as plain data.
+
+        `undone` are steps that were taken, with their groups by task, but are not in the model that is saved with
+        this: in the state they are not taken yet.
+        """
         consumed, waived, following = dict(self.consumed), dict(self.waived), self.next_consumer_step
         for step, taken in (undone or {}).items():
             following = min(following, step)
@@ -121,7 +124,7 @@ class ProduceProgress:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore in place: whoever holds `target` or `consumed` sees the restored values.
+        """Restore in place: references to `target` or `consumed` stay valid.
 
         Raises CheckpointError if the state is damaged or its tasks are not this run's.
         """

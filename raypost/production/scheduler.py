@@ -45,6 +45,7 @@ class Scheduler:
     """Starts what the tasks' strategies call for."""
 
     def __init__(self, context: ProduceContext) -> None:
+        """Schedule the context's tasks."""
         self._context = context
         self._pending = context.pending
         self._progress = context.progress

@@ -24,17 +24,17 @@ ShouldContinue = Callable[[int, int], bool]
 
 
 def oversample_budget(over_sample_threshold: float, task_batch_size: int) -> int:
-    """Groups started beyond the target: a fixed fraction of one task batch, rounded up."""
+    """Return the groups started beyond the target: a fixed fraction of one task batch, rounded up."""
     return math.ceil(over_sample_threshold * task_batch_size - 1e-9)
 
 
 def desired_pending(target: int, available: int, budget: int) -> int:
-    """Groups that should be in flight; `available` are consumed or COMPLETED. 0 once the target is met."""
+    """Return how many groups should be in flight; `available` are consumed or COMPLETED. 0 once the target is met."""
     return 0 if available >= target else target + budget - available
 
 
 def admission_capacity(target: int, accepted: int, running: int, max_pending: int) -> int:
-    """Groups that may be started so that mean staleness keeps its bound (AReaL, arXiv:2505.24298, section 4.1).
+    """Return how many groups may be started (AReaL, arXiv:2505.24298, section 4.1): mean staleness keeps its bound.
 
     `target` counts all batches up to the last that may be worked for, `accepted` are consumed or COMPLETED
     groups, `running` those in flight. `max_pending` 0 is no limit. Below 0: as many are too many.
@@ -44,7 +44,7 @@ def admission_capacity(target: int, accepted: int, running: int, max_pending: in
 
 
 def in_tail_batch(tail_batch_trigger_size: int, num_expired: int) -> bool:
-    """Whether enough groups expired for a round that generates them first, without oversampling."""
+    """Return whether enough groups expired for a round that generates them first, without oversampling."""
     return tail_batch_trigger_size > 0 and num_expired >= tail_batch_trigger_size
 
 
@@ -70,7 +70,7 @@ class AsyncProduceStrategy:
         is_valid: IsValid | None = None,
         should_continue: ShouldContinue | None = None,
     ) -> None:
-        """`is_valid` and `should_continue` are the functions that the configuration names."""
+        """Use `is_valid` and `should_continue`, the functions that the configuration names."""
         self._config = config
         self._is_valid = is_valid
         self._should_continue = should_continue
@@ -95,33 +95,33 @@ class AsyncProduceStrategy:
         return self._should_continue is not None
 
     def is_valid(self, group: Group) -> bool:
-        """Whether a judged group is trained."""
+        """Return whether a judged group is trained."""
         if self._config.drop_uniform_rewards and len({state.reward for state in group.states}) == 1:
             return False
         return self._is_valid is None or self._is_valid(group)
 
     def should_continue(self, completed: int, target: int) -> bool:
-        """Whether a round that has `completed` of `target` groups goes on."""
+        """Return whether a round that has `completed` of `target` groups goes on."""
         if self._should_continue is not None and not self._should_continue(completed, target):
             return False
         return completed < target
 
     def is_production_expired(self, future_step: int, version: int) -> bool:
-        """Whether groups made now would be too old for `future_step`: only newer weights help."""
+        """Return whether groups made now would be too old for `future_step`: only newer weights help."""
         return production_expired(future_step, version, self.horizon)
 
     def waits_for_consumer(self, future_step: int, next_consumer_step: int) -> bool:
-        """Whether `future_step` may be produced only once the consumer has come to it."""
+        """Return whether `future_step` may be produced only once the consumer has come to it."""
         return False
 
     def starts_tail_batch(self, num_expired: int) -> bool:
-        """Whether a round that begins now is a tail batch. Asked once a round."""
+        """Return whether a round that begins now is a tail batch. Asked once a round."""
         return in_tail_batch(self._config.tail_batch_trigger_size, num_expired)
 
     def plan(
         self, *, target: int, available: int, pending: int, task_batch_size: int, tail_batch: bool
     ) -> SpawnPlan:
-        """What to start, in groups; all counts are this task's."""
+        """Return what to start; all counts are groups of this task."""
         budget = oversample_budget(self._config.over_sample_threshold, task_batch_size)
         aim = available + desired_pending(target, available, 0 if tail_batch else budget)
         wanted = admission_capacity(aim, available, pending, self._config.max_pending)
@@ -134,11 +134,12 @@ class SyncProduceStrategy(AsyncProduceStrategy):
     """Nothing ahead of the consumer, nothing beyond the batch, no data older than one sync period."""
 
     def __init__(self, config: StrategyConfig, *args: Any, **kwargs: Any) -> None:
+        """Take the arguments of AsyncProduceStrategy."""
         on_policy = {"max_staleness": 0, "over_sample_threshold": 0.0, "admission": "horizon"}
         super().__init__(config.model_copy(update=on_policy), *args, **kwargs)
 
     def waits_for_consumer(self, future_step: int, next_consumer_step: int) -> bool:
-        """A step is produced once the batch before it was taken."""
+        """Return whether the batch before is not taken yet."""
         return future_step > next_consumer_step
 
 
@@ -148,7 +149,7 @@ def build_strategy(
     is_valid: IsValid | None = None,
     should_continue: ShouldContinue | None = None,
 ) -> AsyncProduceStrategy:
-    """The strategy that the configuration names, with the functions it names unless others are given.
+    """Return the strategy that the configuration names, with the functions it names unless others are given.
 
     Raises ConfigError if one of them cannot be imported.
     """

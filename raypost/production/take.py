@@ -27,6 +27,7 @@ class BatchTaker(Generic[BatchT]):
     """Leases one batch a step, in turn."""
 
     def __init__(self, context: ProduceContext, buffer: Buffer[BatchT]) -> None:
+        """Lease from `buffer`, the context's own."""
         self._context = context
         self._buffer = buffer
         self._ledger = context.ledger
