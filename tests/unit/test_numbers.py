@@ -156,6 +156,7 @@ async def task_without_weight_is_idle() -> None:
     world = World(task_config("a"), task_config("b", weight=0.0), batch_size=2)
     async with producing(world):
         _, packed = await world.producer.take_batch(1)
+    assert packed is not None
     assert {one.task for one in unpack_groups(packed)} == {"a"}
     assert world.producer.progress.allocation(1) == {"a": 2, "b": 0}
     assert world.samplers["b"].position == 0
@@ -238,8 +239,8 @@ async def filtered_group_counts_before_it_is_dropped() -> None:
     world.pool.seconds = lambda one: 1 + 99 * one.group_id
     generate = world.pool.run
 
-    async def judged(one: Group) -> Group:
-        done = await generate(one)
+    async def judged(group: Group) -> Group:
+        done = await generate(group)
         for member, reward in zip(done.states, (1.0, 0.0, 1.0), strict=True):
             member.reward = reward
         return done

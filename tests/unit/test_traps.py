@@ -18,7 +18,8 @@ from raypost.errors import ProductionError
 from raypost.packed import unpack_groups
 from raypost.pause import PauseMode
 from raypost.types import GenerateRequest, GenerateResult, Group, Status
-from tests.unit.production import STOP, HostDied, Pool, World, producing, task_config, virtual
+from tests.unit.production import HostDied, Pool, World, producing, task_config, virtual
+from tests.unit.prompts import STOP
 from tests.unit.scripted_generator import Scorer, decode, init, result
 from tests.unit.test_numbers import TABLE, names_of, progress_of, strategy
 
@@ -198,6 +199,7 @@ def test_a_host_that_dies_costs_no_token_of_an_earlier_segment() -> None:
             await world.producer.pause()
             await world.producer.resume(1)
             _, packed = await world.producer.take_batch(1)
+            assert packed is not None
             (one,) = unpack_groups(packed)
             assert {tuple(member.policy_versions.tolist()) for member in one.states} == {(0, 0, 1, 1)}
             assert pool.started[:3] == [0, 0, 0] and pool.lengths[:3] == [0, 4, 4]
