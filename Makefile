@@ -33,7 +33,7 @@ run: $(INSTALLED)  ## train on this machine: RECIPE=quickstart ARGS="train.num_s
 
 test: $(INSTALLED)  ## unit tests (with their coverage), actor tests, end-to-end tests
 	$(BIN)/python -m pytest $(PYTEST_ARGS) --cov --cov-report=term $(STATEFUL:%=--ignore=%) tests/unit
-	$(BIN)/python -m pytest $(PYTEST_ARGS) $(STATEFUL) tests/test_layers.py
+	$(BIN)/python -m pytest $(PYTEST_ARGS) $(STATEFUL) tests/test_layers.py tests/test_types.py
 	$(BIN)/python -m pytest $(PYTEST_ARGS) tests/peers
 	$(BIN)/python -m pytest $(PYTEST_ARGS) tests/actors
 	$(BIN)/python -m pytest $(PYTEST_ARGS) tests/jobs

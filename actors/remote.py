@@ -35,10 +35,10 @@ T = TypeVar("T")
 log = logging.getLogger(__name__)
 
 ACTOR_ERRORS = (RayActorError,)
-"""What a caller sees when the actor behind a handle died or is restarting; the call may have run."""
+"""Raised when the actor behind a handle died or is restarting; the call may have run."""
 POOL_TRIES = 4
 FORGOTTEN_S = 300.0
-"""A batch whose answers nobody asked for so long has lost its caller."""
+"""Time after which a batch whose answers nobody asks for is given up."""
 
 
 async def within(awaitable: Awaitable[T], timeout_s: float | None, waiting_for: str) -> T:
@@ -71,7 +71,7 @@ class _Batch:
     asked_s: float = 0.0
 
     def ended(self, number: int, task: asyncio.Task[Any]) -> None:
-        """A call ended. One that was called off has left already."""
+        """Record the end of a call, unless it was called off."""
         if self.running.pop(number, None) is None:
             if not task.cancelled():
                 task.exception()  # nobody wants to know it, and asyncio is not to complain
@@ -94,13 +94,14 @@ class _Batch:
 
 
 class CallBatches:
-    """What an actor class inherits so that its methods can be called many at a time."""
+    """Base of an actor class whose methods can be called many at a time."""
 
     def __init__(self) -> None:
+        """Remember no batch yet."""
         self._batches: dict[str, _Batch] = {}
 
     async def call_many(self, ticket: str, method: str, calls: Sequence[tuple[Any, ...]]) -> Answers:
-        """Start `method(*args)` for every call; the answers of those that end first. `call_more` gives the rest."""
+        """Start `method(*args)` for every call and answer those that end first; `call_more` answers the rest."""
         self._forget_orphans()
         batch = self._batches[ticket] = _Batch()
         for number, args in enumerate(calls):
@@ -110,7 +111,7 @@ class CallBatches:
         return await self._answers(ticket, batch)
 
     async def call_more(self, ticket: str) -> Answers:
-        """What ended since the last answers, as soon as there is any. Raises RaypostError for an unknown batch."""
+        """Wait for more calls of the batch to end and answer them. Raises RaypostError if it is unknown."""
         batch = self._batches.get(ticket)
         if batch is None:
             raise RaypostError(f"batch {ticket} is not known to {self!r}: all its answers were given")
@@ -154,7 +155,7 @@ class CallBatches:
 
 
 def portable(error: BaseException) -> BaseException:
-    """The error with its traceback as a note; one of a general kind if it cannot travel."""
+    """Return the error with its traceback as a note; a RuntimeError with both if it cannot be pickled."""
     trace = "".join(traceback.format_exception(error))
     if isinstance(error, RayTaskError):
         error = error.cause
@@ -179,7 +180,7 @@ class ManyCalls:
         self._exchanges: set[asyncio.Task[None]] = set()
 
     async def __call__(self, *args: Any) -> Any:
-        """The result. Raises what the call raised, and RayActorError if the actor died before it ended."""
+        """Return the result. Raises what the call raised, and RayActorError if the actor died before it ended."""
         loop = asyncio.get_running_loop()
         if not self._waiting:
             loop.call_soon(self._send)
@@ -274,7 +275,7 @@ def remote(
 class Remote:
     """One named actor as a local object: every method is a coroutine function with a deadline.
 
-    It travels as a name, so an actor that was given one can be restarted whatever became of the giver.
+    It is pickled as a name, so it outlives the process that made it.
     """
 
     def __init__(
@@ -285,9 +286,12 @@ class Remote:
         many: Mapping[str, int] | None = None,
         timeouts_s: Mapping[str, float | None] | None = None,
     ) -> None:
-        """`tries` above 1 repeat a call whose actor died or restarts: its calls must be idempotent. `many` are the
+        """Refer to the actor `name`; it is looked up at the first call.
+
+        `tries` above 1 repeat a call whose actor died or restarts: its calls must be idempotent. `many` are the
         methods whose calls travel together, with how many of them do so at most. `timeouts_s` are the methods with a
-        deadline of their own; None: without one."""
+        deadline of their own; None: without one.
+        """
         self._name = name
         self._timeout_s = timeout_s
         self._tries = tries
@@ -297,6 +301,7 @@ class Remote:
         self._batched: dict[str, ManyCalls] = {}
 
     def __getattr__(self, method: str) -> Callable[..., Coroutine[Any, Any, Any]]:
+        """Return the actor's method."""
         if method.startswith("_"):
             raise AttributeError(method)
         return functools.partial(self._call, method)
@@ -331,6 +336,7 @@ class Remote:
         return (answer, *others) if others else answer
 
     def __reduce__(self) -> tuple[type[Remote], tuple[Any, ...]]:
+        """Pickle as the arguments."""
         return Remote, (self._name, self._timeout_s, self._tries, self._many, self._timeouts_s)
 
 
@@ -344,7 +350,7 @@ class RemotePool:
         tries: int = POOL_TRIES,
         many: Mapping[str, int] | None = None,
     ) -> None:
-        """`many` as for Remote."""
+        """Refer to the actors `names`; `many` as for Remote."""
         if not names:
             raise ValueError("a pool needs at least one actor")
         self._names = list(names)
@@ -355,6 +361,7 @@ class RemotePool:
         self._load = [0] * len(names)
 
     def __getattr__(self, method: str) -> Callable[..., Coroutine[Any, Any, Any]]:
+        """Return the actor's method."""
         if method.startswith("_"):
             raise AttributeError(method)
         return functools.partial(self._call, method)
@@ -386,4 +393,5 @@ class RemotePool:
                 raise outcome
 
     def __reduce__(self) -> tuple[type[RemotePool], tuple[Any, ...]]:
+        """Pickle as the arguments."""
         return RemotePool, (self._names, self._timeout_s, self._tries, self._many)

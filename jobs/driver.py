@@ -65,8 +65,10 @@ def refused(error: Exception) -> int:
 
 
 def connect(config: Config) -> plan.ClusterResources:
-    """Join the cluster of RAY_ADDRESS, which `ray job submit` sets, or start one for this process; returns what the
-    cluster has."""
+    """Join the cluster of RAY_ADDRESS, or start one for this process; returns what the cluster has.
+
+    `ray job submit` sets RAY_ADDRESS.
+    """
     logging.basicConfig(
         level=logging.INFO, format="%(asctime)s %(levelname).1s %(name)s: %(message)s", force=True
     )

@@ -96,6 +96,7 @@ class Launcher:
     _trainer: TrainerGroup | None = None
 
     async def __aenter__(self) -> Self:
+        """Return itself; actors are started by the methods."""
         return self
 
     async def __aexit__(

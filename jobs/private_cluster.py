@@ -31,6 +31,7 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType, TracebackType
 from typing import Self, TypeVar
@@ -56,54 +57,39 @@ class ClusterStartError(RaypostError):
     """The private Ray head did not come up; the message ends with the tail of its log."""
 
 
+@dataclass(kw_only=True, eq=False)
 class PrivateCluster:
-    """A Ray head on loopback, as a context manager.
+    """A Ray head on loopback, as a context manager, which raises ClusterStartError when it does not come up."""
 
-    num_cpus, num_gpus and resources are what Ray may hand out (logical; num_gpus None: what Ray finds);
-    object_store_memory is in bytes. `temp_dir` is the folder the cluster's own folder is made in. With
-    `auth` every call needs a token made for this cluster alone: GCS and raylet listen on all interfaces
-    whatever their flags. Without it any process of this machine's network may connect: only for tests
-    that attach in-process.
-
-    `with` raises ClusterStartError when the head is not up within start_timeout_s. At its end the head has
-    stop_timeout_s to drain before everything is killed.
-    """
-
-    def __init__(
-        self,
-        *,
-        num_cpus: int,
-        num_gpus: int | None = None,
-        resources: Mapping[str, float] | None = None,
-        dashboard: bool = False,
-        temp_dir: Path | None = None,
-        object_store_memory: int = 512 * 1024**2,
-        extra_env: Mapping[str, str] | None = None,
-        auth: bool = True,
-        start_timeout_s: float = 120.0,
-        stop_timeout_s: float = 6.0,
-    ) -> None:
-        self._num_cpus = num_cpus
-        self._num_gpus = num_gpus
-        self._resources = dict(resources or {})
-        self._dashboard = dashboard
-        self._parent_dir = temp_dir
-        self._object_store_memory = object_store_memory
-        self._extra_env = dict(extra_env or {})
-        self._auth = auth
-        self._start_timeout_s = start_timeout_s
-        self._stop_timeout_s = stop_timeout_s
-        self._id = secrets.token_hex(8)
-        self._folder: Path | None = None
-        self._process: subprocess.Popen[bytes] | None = None
-        self.address = ""
-        """`ip:port` of the GCS: what ray.init takes."""
-        self.dashboard_url = ""
-        """`http://ip:port` of the dashboard and the job server; empty without `dashboard`."""
-        self.token = secrets.token_hex(16) if auth else ""
-        """What the dashboard asks for; empty without `auth`."""
+    num_cpus: int
+    """What Ray may hand out, as `num_gpus` and `resources`: logical amounts."""
+    num_gpus: int | None = None
+    """None: what Ray finds."""
+    resources: Mapping[str, float] = field(default_factory=dict)
+    dashboard: bool = False
+    temp_dir: Path | None = None
+    """Folder in which the cluster makes its own."""
+    object_store_memory: int = 512 * 1024**2
+    """Bytes."""
+    extra_env: Mapping[str, str] = field(default_factory=dict)
+    auth: bool = True
+    """Every call needs a token made for this cluster alone: GCS and raylet listen on all interfaces whatever their
+    flags. Without it any process of this machine's network may connect: only for tests that attach in-process."""
+    start_timeout_s: float = 120.0
+    stop_timeout_s: float = 6.0
+    """Time the head has to drain before everything is killed."""
+    address: str = field(default="", init=False)
+    """`ip:port` of the GCS: what ray.init takes."""
+    dashboard_url: str = field(default="", init=False)
+    """`http://ip:port` of the dashboard and the job server; empty without `dashboard`."""
+    token: str = field(default_factory=lambda: secrets.token_hex(16), init=False, repr=False)
+    """What the dashboard asks for, with `auth`."""
+    _id: str = field(default_factory=lambda: secrets.token_hex(8), init=False)
+    _folder: Path | None = field(default=None, init=False)
+    _process: subprocess.Popen[bytes] | None = field(default=None, init=False)
 
     def __enter__(self) -> Self:
+        """Start the head."""
         try:
             self._start()
         except BaseException:
@@ -114,11 +100,12 @@ class PrivateCluster:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        """End the head and all that it started."""
         self.stop()
 
     @property
     def pids(self) -> list[int]:
-        """Every living process of this cluster, the jobs and actors it hosts included."""
+        """The ids of all living processes of this cluster, the jobs and actors it hosts included."""
         return sorted(process.pid for process in self._processes())
 
     @property
@@ -128,16 +115,16 @@ class PrivateCluster:
         return self._folder / "r" / "session_latest" / "logs"
 
     def alive(self) -> bool:
-        """Whether the head runs."""
+        """Return whether the head runs."""
         return self._process is not None and self._process.poll() is None
 
     def env(self) -> dict[str, str]:
-        """Environment for a child that shall use this cluster and no other."""
+        """Return the environment for a child that shall use this cluster and no other."""
         assert self._folder is not None, "the cluster was not started"
         env = {key: value for key, value in os.environ.items() if not key.startswith("RAY_")}
         env |= {
             MARKER: self._id,
-            "RAY_AUTH_MODE": "token" if self._auth else "disabled",
+            "RAY_AUTH_MODE": "token" if self.auth else "disabled",
             "RAY_AUTH_TOKEN_PATH": str(self._folder / "token"),
             "RAY_USAGE_STATS_ENABLED": "0",
             # setproctitle would otherwise overwrite the environment in which the marker is looked up.
@@ -147,10 +134,10 @@ class PrivateCluster:
             env["RAY_ADDRESS"] = self.address
         if self.dashboard_url:
             env["RAY_API_SERVER_ADDRESS"] = self.dashboard_url
-        return env | self._extra_env
+        return env | dict(self.extra_env)
 
     def log_tail(self, lines: int = _LOG_TAIL_LINES) -> str:
-        """The last lines the head itself wrote."""
+        """Return the last lines the head itself wrote."""
         if self._folder is None or not (self._folder / "head.log").exists():
             return ""
         return "\n".join((self._folder / "head.log").read_text(errors="replace").splitlines()[-lines:])
@@ -167,7 +154,7 @@ class PrivateCluster:
                 assert self._process is not None
                 self._process.terminate()
                 with contextlib.suppress(subprocess.TimeoutExpired):
-                    self._process.wait(self._stop_timeout_s)
+                    self._process.wait(self.stop_timeout_s)
             # The head's children die with it; jobs and actors notice a moment later. A head that still
             # lives waits for one of them.
             grace_s = 0.0 if self.alive() else CHILDREN_GRACE_S
@@ -183,10 +170,10 @@ class PrivateCluster:
                 self._folder = None
 
     def _start(self) -> None:
-        deadline = time.monotonic() + self._start_timeout_s
-        self._folder = _make_folder(self._parent_dir)
+        deadline = time.monotonic() + self.start_timeout_s
+        self._folder = _make_folder(self.temp_dir)
         token_file = self._folder / "token"
-        if self._auth:
+        if self.auth:
             token_file.touch(mode=0o600)
             token_file.write_text(self.token)
         env = self.env() | {"DASHBOARD_METRIC_PORT": str(_free_port())}
@@ -204,7 +191,7 @@ class PrivateCluster:
         # ray start writes this file last, once GCS, raylet and dashboard have answered it.
         self.address = self._wait_for("the head", deadline, lambda: _read(address_file))
         self._wait_for("the GCS port", deadline, lambda: _connects(self.address))
-        if self._dashboard:
+        if self.dashboard:
             head_log_file = self._folder / "head.log"
             self.dashboard_url = self._wait_for(
                 "the dashboard's address", deadline, lambda: _dashboard_url(head_log_file)
@@ -223,19 +210,19 @@ class PrivateCluster:
             "dashboard-agent-listen-port": 0,
             # The one port for which Ray refuses 0.
             "ray-client-server-port": _free_port(),
-            "include-dashboard": str(self._dashboard).lower(),
+            "include-dashboard": str(self.dashboard).lower(),
             "dashboard-host": "127.0.0.1",
             "dashboard-port": 0,
             "temp-dir": self._folder / "r",
-            "num-cpus": self._num_cpus,
-            "object-store-memory": self._object_store_memory,
+            "num-cpus": self.num_cpus,
+            "object-store-memory": self.object_store_memory,
             "log-style": "record",
             "log-color": "false",
         }
-        if self._num_gpus is not None:
-            options["num-gpus"] = self._num_gpus
-        if self._resources:
-            options["resources"] = json.dumps(self._resources)
+        if self.num_gpus is not None:
+            options["num-gpus"] = self.num_gpus
+        if self.resources:
+            options["resources"] = json.dumps(self.resources)
         command += [f"--{name}={value}" for name, value in options.items()]
         # --no-monitor: nothing scales on one machine, and the autoscaler's metrics port is fixed.
         return [*command, "--disable-usage-stats", "--no-monitor"]
@@ -249,7 +236,7 @@ class PrivateCluster:
                 code = self._process.wait(_TICK_S)
                 raise ClusterStartError(f"the Ray head ended with code {code} while starting; {self._why()}")
         raise ClusterStartError(
-            f"{what} did not answer within {self._start_timeout_s:g} s; on a busy machine raise "
+            f"{what} did not answer within {self.start_timeout_s:g} s; on a busy machine raise "
             f"start_timeout_s; {self._why()}"
         )
 
@@ -257,22 +244,27 @@ class PrivateCluster:
         return f"its log ends with:\n{self.log_tail() or '(nothing)'}"
 
     def _processes(self) -> list[psutil.Process]:
-        own, found = psutil.Process(), {}
-        for process in psutil.process_iter():
-            with contextlib.suppress(psutil.Error):
-                if process.environ().get(MARKER) == self._id:
-                    found[process.pid] = process
+        found = {process.pid: process for process in processes_with(MARKER, self._id)}
         if self.alive():
             assert self._process is not None
             with contextlib.suppress(psutil.NoSuchProcess):
                 head = psutil.Process(self._process.pid)
                 found |= {process.pid: process for process in (head, *head.children(recursive=True))}
-        found.pop(own.pid, None)
         return list(found.values())
 
 
+def processes_with(variable: str, value: str) -> list[psutil.Process]:
+    """Return the living processes, other than this one, that carry the variable in their environment."""
+    found = []
+    for process in psutil.process_iter():
+        with contextlib.suppress(psutil.Error):
+            if process.pid != os.getpid() and process.environ().get(variable) == value:
+                found.append(process)
+    return found
+
+
 def _make_folder(parent: Path | None) -> Path:
-    """A new folder that only this user can enter: Ray opens its own temp folder to everybody."""
+    """Make a folder that only this user can enter: Ray opens its own temp folder to everybody."""
     if parent is None:
         default = Path(tempfile.gettempdir())
         parent = default if _room_for_sockets(default) >= 0 else Path("/tmp")
@@ -289,7 +281,7 @@ def _room_for_sockets(parent: Path) -> int:
 
 
 def _loopback() -> str:
-    """An address only this machine reaches. Ray replaces 127.0.0.1 by an outer one, but not its neighbour."""
+    """Return an address only this machine reaches. Ray replaces 127.0.0.1 by an outer one, but not its neighbour."""
     with socket.socket() as probe:
         try:
             probe.bind(("127.0.0.2", 0))
@@ -299,7 +291,7 @@ def _loopback() -> str:
 
 
 def _free_port() -> int:
-    """A port nobody listens on, outside the range from which the system serves other sockets."""
+    """Return a port nobody listens on, outside the range from which the system serves other sockets."""
     for port in random.SystemRandom().sample(range(*_PORT_RANGE), 100):
         with socket.socket() as probe:
             try:

@@ -38,7 +38,7 @@ Batch = tuple[TakeStatus, Ref[PackedGroups] | None]
 log = logging.getLogger(__name__)
 
 STOPPED = TakeStatus(status=ProduceBatchStatus.NORMAL, step=0, num_groups=0)
-"""What a take returns when a stop was asked for while it waited: no batch."""
+"""Status of a take that a stop ended: there is no batch."""
 
 
 @dataclass
@@ -110,8 +110,10 @@ class Roles:
         return step
 
     async def pause(self, step: int) -> None:
-        """Stop production for the sync after `step`. An evaluation beside production is waited for before, where
-        another follows this pause."""
+        """Stop production for the sync after `step`.
+
+        An evaluation that runs beside production is waited for first, where another follows this pause.
+        """
         if self.cfg.eval_due(step):
             await self.evaluated()
         await self.producer.pause(self.cfg.pause_mode(step, stopping=self.stop.is_set()))
@@ -148,8 +150,11 @@ class Roles:
         await self.trainer.reload()
 
     async def evaluate(self, step: int) -> None:
-        """Score held-out problems with the version of `step`, unless a stop was asked for. Production must be paused;
-        where evaluation has engines of its own, they take that version now and are asked while production goes on."""
+        """Score held-out problems with the version of `step`, unless a stop was asked for.
+
+        Production must be paused. Where evaluation has engines of its own, they take that version now and are asked
+        while production goes on.
+        """
         await self.evaluated()
         if self.cfg.eval.num_prompts == 0 or self.stop.is_set():
             return
@@ -190,7 +195,7 @@ class Roles:
         await self.telemetry.log(step, record)
 
     async def finish(self, status: RunStatus, error: str | None) -> None:
-        """Stop waiting for production and evaluation, write the report and show it, whatever state the roles are in."""
+        """Stop waiting for production and evaluation, write the report and show it, in whatever state the roles are."""
         background = [task for task in (self._production, self._evaluation) if task is not None]
         for task in background:
             task.cancel()

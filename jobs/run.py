@@ -23,7 +23,7 @@ import signal
 import sys
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
@@ -31,9 +31,11 @@ from typing import TYPE_CHECKING, Any
 
 import psutil
 
+from jobs.arguments import config_of, parser
 from jobs.private_cluster import PrivateCluster
-from raypost.config import Config, load_config
-from raypost.errors import RaypostError, WaitTimeoutError
+from jobs.stopping import stopped, unless
+from raypost.config import Config
+from raypost.errors import RaypostError, StoppedError, WaitTimeoutError
 from raypost.plan.plan import ClusterResources, bundles, check
 
 if TYPE_CHECKING:
@@ -115,42 +117,50 @@ def run_on_private_cluster(
 
 
 class Interrupts:
-    """Counts SIGINT and SIGTERM while entered. Each raises KeyboardInterrupt, unless `watch`ed."""
+    """Catches SIGINT and SIGTERM while entered. Each raises KeyboardInterrupt; inside `counted` it sets an event."""
 
     def __init__(self) -> None:
+        """Catch nothing yet."""
         self.number: int | None = None
         """The last signal caught."""
-        self._notify: Callable[[], object] | None = None
+        self.first = asyncio.Event()
+        self.second = asyncio.Event()
+        self._loop: asyncio.AbstractEventLoop | None = None
         self._before: dict[int, Any] = {}
 
     def __enter__(self) -> Interrupts:
+        """Take the signals over."""
         for number in (signal.SIGINT, signal.SIGTERM):
             self._before[number] = signal.signal(number, self._caught)
         return self
 
     def __exit__(self, *_: object) -> None:
+        """Give the signals back."""
         for number, handler in self._before.items():
             signal.signal(number, handler)
 
     @contextlib.contextmanager
-    def watch(self, notify: Callable[[], object]) -> Iterator[None]:
-        """Call `notify` at each signal instead of raising."""
-        self._notify = notify
+    def counted(self) -> Iterator[None]:
+        """Set `first` at the first signal and `second` at the next, instead of raising."""
+        self._loop = asyncio.get_running_loop()
         try:
             yield
         finally:
-            self._notify = None
+            self._loop = None
 
     def _caught(self, number: int, _: FrameType | None) -> None:
         self.number = number
-        if self._notify is None:
+        if self._loop is None:
             raise KeyboardInterrupt
-        self._notify()
+        self._loop.call_soon_threadsafe(self._count)
+
+    def _count(self) -> None:
+        (self.second if self.first.is_set() else self.first).set()
 
 
 @dataclass
 class _Log:
-    """Writes a driver's log through, without what Ray puts before the driver's own first line."""
+    """Shows a driver's log, without what Ray puts before the driver's own first line."""
 
     seen: int = 0
     """Characters received."""
@@ -171,51 +181,40 @@ class _Log:
         sys.stdout.flush()
 
 
+@dataclass
 class _Job:
-    def __init__(
-        self,
-        cluster: PrivateCluster,
-        entrypoint: list[str],
-        working_dir: Path,
-        submission_id: str,
-        stop_wait_s: int,
-    ) -> None:
-        self._cluster = cluster
-        self._entrypoint = entrypoint
-        self._working_dir = working_dir
-        self._id = submission_id
-        self._stop_wait_s = stop_wait_s
-        self._log = _Log()
+    cluster: PrivateCluster
+    entrypoint: list[str]
+    working_dir: Path
+    id: str
+    stop_wait_s: int
+    _log: _Log = field(default_factory=_Log)
 
     async def run(self, interrupts: Interrupts) -> int:
-        """Submit, follow, and stop at a signal. The exit code; a second signal is a KeyboardInterrupt."""
-        loop = asyncio.get_running_loop()
-        signals: asyncio.Queue[None] = asyncio.Queue()
-        with interrupts.watch(lambda: loop.call_soon_threadsafe(signals.put_nowait, None)):
+        """Submit, follow, and stop at a signal. Returns the exit code; a second signal is a KeyboardInterrupt."""
+        with interrupts.counted():
             client = self._client()
             await asyncio.to_thread(self._submit, client)
-            follow = asyncio.create_task(self._follow(client), name="follow the job's log")
-            stop = asyncio.create_task(signals.get(), name="wait for a signal")
-            await asyncio.wait({follow, stop}, return_when=asyncio.FIRST_COMPLETED)
-            if not follow.done():
-                await self._stop(client, follow, signals)
-            stop.cancel()
-            return self._exit_code(await follow, interrupts)
+            try:
+                details = await unless(self._follow(client), stopped(interrupts.first, "a signal came"))
+            except StoppedError:
+                details = await self._stop(client, interrupts.second)
+            return self._exit_code(details, interrupts)
 
-    async def _stop(
-        self, client: JobSubmissionClient, follow: asyncio.Task[JobDetails], signals: asyncio.Queue[None]
-    ) -> None:
-        _say(f"stopping: the job has {self._stop_wait_s} s to save and report; Ctrl-C again ends it at once")
-        await asyncio.to_thread(client.stop_job, self._id)
-        again = asyncio.create_task(signals.get(), name="wait for a second signal")
-        limit_s = self._stop_wait_s + STOP_MARGIN_S
-        await asyncio.wait({follow, again}, timeout=limit_s, return_when=asyncio.FIRST_COMPLETED)
-        again.cancel()
-        if not follow.done():
-            follow.cancel()
-            if again.done() and not again.cancelled():
-                raise KeyboardInterrupt
-            raise WaitTimeoutError(f"job {self._id} did not stop within {limit_s} s; its cluster is ended")
+    async def _stop(self, client: JobSubmissionClient, again: asyncio.Event) -> JobDetails:
+        """Stop the job and follow it to its end."""
+        _say(f"stopping: the job has {self.stop_wait_s} s to save and report; Ctrl-C again ends it at once")
+        await asyncio.to_thread(client.stop_job, self.id)
+        limit_s = self.stop_wait_s + STOP_MARGIN_S
+        try:
+            async with asyncio.timeout(limit_s):
+                return await unless(self._follow(client), stopped(again, "a second signal came"))
+        except StoppedError:
+            raise KeyboardInterrupt from None
+        except TimeoutError:
+            raise WaitTimeoutError(
+                f"job {self.id} did not stop within {limit_s} s; its cluster is ended"
+            ) from None
 
     def _client(self) -> JobSubmissionClient:
         from ray.job_submission import JobSubmissionClient
@@ -223,21 +222,21 @@ class _Job:
         # What the client has to say about its own work is for its authors.
         for handler in logging.getLogger("ray").handlers:
             handler.setLevel(logging.ERROR)
-        headers = {"Authorization": f"Bearer {self._cluster.token}"}
+        headers = {"Authorization": f"Bearer {self.cluster.token}"}
         # A proxy cannot reach loopback.
         for name in ("NO_PROXY", "no_proxy"):
             os.environ[name] = ",".join(filter(None, [os.environ.get(name), "127.0.0.1"]))
         with _without_environ("RAY_ADDRESS", "RAY_API_SERVER_ADDRESS"):
-            return JobSubmissionClient(self._cluster.dashboard_url, headers=headers)
+            return JobSubmissionClient(self.cluster.dashboard_url, headers=headers)
 
     def _submit(self, client: JobSubmissionClient) -> None:
         client.submit_job(
             # exec: the signal of a stop then reaches the driver alone, not a shell around it.
-            entrypoint=f"exec {shlex.join(self._entrypoint)}",
-            submission_id=self._id,
+            entrypoint=f"exec {shlex.join(self.entrypoint)}",
+            submission_id=self.id,
             runtime_env={
-                "working_dir": str(self._working_dir),
-                "env_vars": {"RAY_JOB_STOP_WAIT_TIME_S": str(self._stop_wait_s)},
+                "working_dir": str(self.working_dir),
+                "env_vars": {"RAY_JOB_STOP_WAIT_TIME_S": str(self.stop_wait_s)},
             },
         )
 
@@ -249,16 +248,16 @@ class _Job:
         while True:
             try:
                 skip = self._log.seen
-                async for text in client.tail_job_logs(self._id):
+                async for text in client.tail_job_logs(self.id):
                     self._log.feed(text[skip:])
                     skip = max(0, skip - len(text))
-                details = await asyncio.to_thread(client.get_job_info, self._id)
+                details = await asyncio.to_thread(client.get_job_info, self.id)
                 if details.status.is_terminal():
                     return details
             except (RuntimeError, OSError, aiohttp.ClientError) as error:
                 failures += 1
-                if failures >= LOST_HEAD_TRIES or not self._cluster.alive():
-                    tail = self._cluster.log_tail()
+                if failures >= LOST_HEAD_TRIES or not self.cluster.alive():
+                    tail = self.cluster.log_tail()
                     raise RaypostError(f"lost the Ray head: {error}; its log ends with:\n{tail}") from error
             await asyncio.sleep(0.5)
 
@@ -277,7 +276,7 @@ class _Job:
 
 
 def local_resources(config: Config) -> dict[str, float]:
-    """What a head on this machine offers: what the machine has, and of each custom resource what is asked for."""
+    """Return what a head on this machine offers: what it has, and of each custom resource what is asked for."""
     offered = dict(ClusterResources.of_this_machine().nodes[0])
     for bundle in bundles(config):
         for name, amount in bundle.resources.items():
@@ -287,13 +286,12 @@ def local_resources(config: Config) -> dict[str, float]:
 
 
 def _config(args: argparse.Namespace) -> Config:
-    overrides = [*args.overrides, f"runs_dir={args.runs_dir.resolve()}"]
+    config = config_of(args)
     if args.name:
-        return load_config(args.config, [*overrides, f"name={args.name}"])
-    config = load_config(args.config, overrides)
+        return config
     base = config.name if "name" in config.model_fields_set else args.config.stem
-    stamp = f"{time.strftime('%Y%m%d-%H%M%S')}-{secrets.token_hex(2)}"
-    return load_config(args.config, [*overrides, f"name={base}-{stamp}"])
+    args.name = f"{base}-{time.strftime('%Y%m%d-%H%M%S')}-{secrets.token_hex(2)}"
+    return config_of(args)
 
 
 def _keep_logs(cluster: PrivateCluster, folder: Path | None) -> None:
@@ -318,19 +316,13 @@ def _say(text: str) -> None:
 
 
 def _arguments(argv: list[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--config", type=Path, required=True, help="e.g. jobs/recipes/quickstart.yaml")
-    parser.add_argument(
+    made = parser(__doc__)
+    made.add_argument(
         "--job",
         choices=("train", "colocate", "colocate_lowlevel"),
         help="a module of jobs/; the one of the recipe's placement otherwise",
     )
-    parser.add_argument("--name", help="name of the run folder; made from the recipe and the time otherwise")
-    parser.add_argument("--runs-dir", type=Path, default=Path("runs"), help="folder of all runs")
-    parser.add_argument("overrides", nargs="*", metavar="key=value", help="e.g. train.num_steps=10")
-    return parser.parse_intermixed_args(argv)
+    return made.parse_intermixed_args(argv)
 
 
 if __name__ == "__main__":

@@ -14,7 +14,7 @@ import psutil
 import pytest
 from hypothesis import settings
 
-from jobs.private_cluster import MARKER, PrivateCluster
+from jobs.private_cluster import MARKER, PrivateCluster, processes_with
 
 # Read by Ray once a process. Tests attach in-process to clusters that only they know of; without this Ray
 # would use, or make, a token in the home of whoever runs the tests.
@@ -102,17 +102,5 @@ def local_ray(shared_ray: None) -> Iterator[None]:
 
 def survivors(mark: str) -> list[psutil.Process]:
     """Processes started under `mark` that do not end by themselves within the timeout."""
-    _, left = psutil.wait_procs(marked(mark), timeout=GONE_TIMEOUT_S)
+    left: list[psutil.Process] = psutil.wait_procs(processes_with(MARKER, mark), timeout=GONE_TIMEOUT_S)[1]
     return left
-
-
-def marked(mark: str) -> list[psutil.Process]:
-    """Living processes, other than this one, that carry `mark` in their environment."""
-    found = []
-    for process in psutil.process_iter():
-        try:
-            if process.pid != os.getpid() and process.environ().get(MARKER) == mark:
-                found.append(process)
-        except psutil.Error:
-            continue
-    return found

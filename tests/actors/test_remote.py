@@ -90,7 +90,7 @@ def handle() -> LocalHandle:
 
 
 def many(handle: LocalHandle, batch_size: int = 64, method: str = "work") -> ManyCalls:
-    return ManyCalls(handle, method, batch_size)  # type: ignore[arg-type]
+    return ManyCalls(handle, method, batch_size)
 
 
 async def test_calls_of_one_turn_travel_together_and_come_back_together(handle: LocalHandle) -> None:

@@ -58,7 +58,8 @@ class Job:
         return self.log.read_text()
 
     def report(self) -> dict[str, Any]:
-        return json.loads((self.run_dir / "report.json").read_text())
+        report: dict[str, Any] = json.loads((self.run_dir / "report.json").read_text())
+        return report
 
     def steps(self) -> list[dict[str, Any]]:
         path = self.run_dir / "metrics.jsonl"

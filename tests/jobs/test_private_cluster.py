@@ -16,7 +16,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from jobs.private_cluster import ClusterStartError, PrivateCluster
+from jobs.private_cluster import ClusterStartError, PrivateCluster, processes_with
 
 ROOT = Path(__file__).resolve().parents[2]
 SMALL = 128 * 1024**2
@@ -140,7 +140,7 @@ def test_interrupt_while_starting_leaves_nothing(delay_s: float) -> None:
     time.sleep(delay_s)
     owner.send_signal(signal.SIGINT)
     assert ends(owner) != 0
-    assert [p for p in psutil.process_iter() if held(p) == mark] == []
+    assert processes_with("HELD", mark) == []
 
 
 def hold(mark: str) -> tuple[subprocess.Popen[str], Path, list[int]]:
@@ -169,11 +169,5 @@ def ends(owner: subprocess.Popen[str] | subprocess.Popen[bytes]) -> int:
 
 
 def heads_of(pid: int) -> list[psutil.Process]:
-    return psutil.Process(pid).children()
-
-
-def held(process: psutil.Process) -> str | None:
-    try:
-        return process.environ().get("HELD")
-    except psutil.Error:
-        return None
+    children: list[psutil.Process] = psutil.Process(pid).children()
+    return children

@@ -13,6 +13,8 @@ from pathlib import Path
 
 import psutil
 
+from jobs.private_cluster import processes_with
+
 ROOT = Path(__file__).resolve().parents[2]
 RECIPE = """
 model: {name: tiny}
@@ -80,15 +82,8 @@ def running(folder: Path, code: str, *args: str) -> Iterator[subprocess.Popen[st
             run.terminate()
             run.wait(60)
     # Ray's watcher of a job looks once a second whether it still has something to watch.
-    _, left = psutil.wait_procs([process for process in psutil.process_iter() if belongs(process, mark)], 5)
+    _, left = psutil.wait_procs(processes_with("TEST_RUN", mark), 5)
     assert left == []
-
-
-def belongs(process: psutil.Process, mark: str) -> bool:
-    try:
-        return process.environ().get("TEST_RUN") == mark
-    except psutil.Error:
-        return False
 
 
 def read_until(run: subprocess.Popen[str], text: str) -> str:
