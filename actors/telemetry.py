@@ -84,12 +84,12 @@ class Telemetry:
     async def log_eval(self, step: int, scores: Mapping[str, Any]) -> None:
         """Record an evaluation of the weights of `step`."""
         self._writer.write_eval(step, scores)
-        self._gauges.held_out(scores)
+        self._gauges.set(held_out_score=metrics.finite_floats(scores).get(metrics.HELD_OUT))
 
     async def log_sync(self, report: SyncReport) -> None:
         """Record one weight sync."""
         self._writer.write_sync(report)
-        self._gauges.sync(report.seconds)
+        self._gauges.set(sync_seconds=report.seconds)
 
     async def finish(
         self, status: RunStatus, error: str | None, counts: GroupCounts | None
@@ -143,7 +143,7 @@ class Telemetry:
     async def _sample(self) -> None:
         """Look at the memory, and write down what a report needs if this process is killed now."""
         self._peak_bytes = max(self._peak_bytes, await asyncio.to_thread(memory_bytes))
-        self._gauges.memory(self._peak_bytes)
+        self._gauges.set(peak_memory_bytes=self._peak_bytes)
         if self._counts is not None:
             self._writer.write_counts(self._counts)
             self._counts = None
@@ -202,45 +202,47 @@ class _Call:
         return await getattr(self.handle, self.method).remote()
 
 
+_GAUGES = {
+    "step": "Last train step",
+    "reward_mean": "Mean reward of the last step, before any filter",
+    "held_out_score": "Mean held-out score of the last evaluation",
+    "buffer_groups": "Completed groups in the replay buffer",
+    "staleness_max": "Largest staleness of the last batch, train steps",
+    "sync_seconds": "Duration of the last weight sync",
+    "tokens_rate": "Tokens the engines generate a second",
+    "requests_running": "Requests the engines decode now",
+    "peak_memory_bytes": "Most memory of the run's processes on this node so far",
+}
+
+
 class _Gauges:
     """What Prometheus sees, as ray_raypost_...; `run` is the only label beside `state`."""
 
     def __init__(self, run: str) -> None:
-        def gauge(name: str, description: str, *tags: str) -> Gauge:
-            return Gauge(f"raypost_{name}", description, ("run", *tags)).set_default_tags({"run": run})
-
-        self._step = gauge("step", "Last train step")
-        self._reward = gauge("reward_mean", "Mean reward of the last step, before any filter")
-        self._held_out = gauge("held_out_score", "Mean held-out score of the last evaluation")
-        self._buffer = gauge("buffer_groups", "Completed groups in the replay buffer")
-        self._staleness = gauge("staleness_max", "Largest staleness of the last batch, train steps")
-        self._sync = gauge("sync_seconds", "Duration of the last weight sync")
-        self._groups = gauge("groups", "Groups by where they are", "state")
-        self._rate = gauge("tokens_rate", "Tokens the engines generate a second")
-        self._running = gauge("requests_running", "Requests the engines decode now")
-        self._memory = gauge("peak_memory_bytes", "Most memory of the run's processes on this node so far")
-        self._tokens = Counter("raypost_tokens_total", "Tokens the engines generated", tag_keys=("run",))
-        self._tokens.set_default_tags({"run": run})
+        tags = {"run": run}
+        self._gauges = {name: Gauge(f"raypost_{name}", text, ("run",)) for name, text in _GAUGES.items()}
+        for gauge in self._gauges.values():
+            gauge.set_default_tags(tags)
+        self._groups = Gauge("raypost_groups", "Groups by where they are", ("run", "state"))
+        self._groups.set_default_tags(tags)
+        self._tokens = Counter("raypost_tokens_total", "Tokens the engines generated", ("run",))
+        self._tokens.set_default_tags(tags)
         self._last_s: float | None = None
+
+    def set(self, **values: float | None) -> None:
+        """Set gauges by name; None is not known, and leaves what was."""
+        for name, value in values.items():
+            if value is not None:
+                self._gauges[name].set(value)
 
     def step(self, step: int, values: Mapping[str, Any]) -> None:
         known = metrics.finite_floats(values)
-        self._step.set(step)
-        reward = known.get(metrics.RAW_REWARD_MEAN, known.get(metrics.REWARD_MEAN))
-        for gauge, value in (
-            (self._reward, reward),
-            (self._buffer, known.get(metrics.BUFFER_GROUPS)),
-            (self._staleness, known.get(metrics.STALENESS_MAX)),
-        ):
-            if value is not None:
-                gauge.set(value)
-
-    def held_out(self, scores: Mapping[str, Any]) -> None:
-        if metrics.HELD_OUT in (known := metrics.finite_floats(scores)):
-            self._held_out.set(known[metrics.HELD_OUT])
-
-    def sync(self, seconds: float) -> None:
-        self._sync.set(seconds)
+        self.set(
+            step=step,
+            reward_mean=known.get(metrics.RAW_REWARD_MEAN, known.get(metrics.REWARD_MEAN)),
+            buffer_groups=known.get(metrics.BUFFER_GROUPS),
+            staleness_max=known.get(metrics.STALENESS_MAX),
+        )
 
     def groups(self, counts: GroupCounts) -> None:
         for state, count in counts.as_dict().items():
@@ -251,12 +253,9 @@ class _Gauges:
         if new > 0:
             self._tokens.inc(new)
         if self._last_s is not None:
-            self._rate.set(new / max(1e-3, now - self._last_s))
+            self.set(tokens_rate=new / max(1e-3, now - self._last_s))
         self._last_s = now
-        self._running.set(running)
-
-    def memory(self, nbytes: int) -> None:
-        self._memory.set(nbytes)
+        self.set(requests_running=running)
 
 
 def memory_bytes() -> int:

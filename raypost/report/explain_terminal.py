@@ -14,10 +14,17 @@ from rich.table import Table
 from rich.text import Text
 
 from raypost.ledger.events import ENDS, LedgerEvent
-from raypost.ledger.ledger import GroupPlace
 from raypost.ledger.life import GroupLife
-from raypost.ledger.summary import REGENERATED, GroupStats, LedgerSummary
-from raypost.report.formatting import MISSING, length_bias, number, percent, seconds
+from raypost.ledger.summary import REGENERATED, LedgerSummary
+from raypost.report.formatting import (
+    GROUP_MEANINGS,
+    MISSING,
+    group_sum,
+    length_bias,
+    number,
+    percent,
+    seconds,
+)
 from raypost.types import Status
 
 Fields = dict[str, Any]
@@ -34,13 +41,7 @@ _STYLES = {
     LedgerEvent.EXPIRED: "yellow",
     LedgerEvent.RESTORED: "magenta",
 }
-_KINDS: dict[str, str] = {
-    LedgerEvent.TRAINED: "contributed to a train step",
-    LedgerEvent.FILTERED: "of no use for training",
-    LedgerEvent.FAILED: "generation or judging failed",
-    LedgerEvent.EXPIRED: "grew too old, dropped",
-    GroupPlace.BUFFERED: "in the buffer, leased ones included",
-    GroupPlace.IN_FLIGHT: "being generated or judged",
+_KINDS = GROUP_MEANINGS | {
     REGENERATED: "grew too old, stayed to be generated again; ends, or waits, in another row",
 }
 _SAID = ("time", "event", "task", "group")
@@ -192,14 +193,7 @@ def _rewards(rewards: list[float | None]) -> str:
 
 def ledger_text(summary: LedgerSummary) -> RenderableType:
     """Return where all groups of a run are, by task."""
-    counts = summary.counts.as_dict()
-    places = [
-        f"{count} {name.replace('_', ' ')}"
-        for name, count in counts.items()
-        if name not in ("sampled", "lost")
-    ]
-    adds_up = f"{counts['sampled']} sampled = {' + '.join(places)}"
-    parts: list[RenderableType] = [_stats_table(summary), Text(adds_up)]
+    parts: list[RenderableType] = [_stats_table(summary), Text(group_sum(summary.counts.as_dict()))]
     if summary.problems:
         parts += [Text(f"problem: {problem}", "red") for problem in summary.problems]
     else:
@@ -225,14 +219,11 @@ def _stats_table(summary: LedgerSummary) -> Table:
     table.add_column("meaning", style="dim")
     for task, kinds in summary.tasks.items():
         sampled = sum(stats.groups for kind, stats in kinds.items() if kind != REGENERATED)
-        for kind in _KINDS:
+        for kind, meaning in _KINDS.items():
             if kind in kinds:
-                table.add_row(task, *_cells(kind, kinds[kind], sampled), _KINDS[kind])
+                stats = kinds[kind]
+                share = MISSING if kind == REGENERATED or not sampled else percent(stats.groups / sampled)
+                means = (number(stats.tokens_mean), number(stats.staleness_mean, 2))
+                table.add_row(task, kind.replace("_", " "), f"{stats.groups:,}", share, *means, meaning)
         table.add_section()
     return table
-
-
-def _cells(kind: str, stats: GroupStats, sampled: int) -> list[str]:
-    share = MISSING if kind == REGENERATED or not sampled else percent(stats.groups / sampled)
-    means = (number(stats.tokens_mean), number(stats.staleness_mean, 2))
-    return [kind.replace("_", " "), f"{stats.groups:,}", share, *means]

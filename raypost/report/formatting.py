@@ -4,9 +4,20 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from datetime import timedelta
 from typing import Any
 
 MISSING = "–"
+GROUP_MEANINGS = {
+    "trained": "contributed to a train step",
+    "filtered": "of no use for training, for instance because all its rewards are equal",
+    "failed": "generation or judging failed",
+    "expired": "grew too old and was dropped",
+    "buffered": "in the replay buffer, leased groups included",
+    "in_flight": "being generated or judged",
+    "lost": "missing from every other place; must be 0",
+}
+"""What it means for a group to be counted there, by the names of `GroupCounts.as_dict`."""
 
 
 def number(value: float | None, digits: int = 3) -> str:
@@ -44,12 +55,8 @@ def seconds(value: float | None) -> str:
 
 
 def clock(value: float | None) -> str:
-    """0:05, 3:12, 2:05:00."""
-    if value is None or not math.isfinite(value):
-        return MISSING
-    whole = max(0, round(value))
-    minutes = f"{whole // 60 % 60:02d}" if whole >= 3600 else f"{whole // 60}"
-    return (f"{whole // 3600}:" if whole >= 3600 else "") + f"{minutes}:{whole % 60:02d}"
+    """00:05, 03:12, 2:05:00."""
+    return MISSING if value is None else str(timedelta(seconds=max(0, round(value)))).removeprefix("0:")
 
 
 def percent(fraction: float | None) -> str:
@@ -110,3 +117,9 @@ def length_bias(bias: Mapping[str, Any]) -> str:
     ratio = bias["ratio"]
     lengths = "of unknown length" if ratio is None else f"{number(ratio)} times as long as trained ones"
     return f"{percent(bias['share'])} of the groups grew too old, {lengths}: {', '.join(parts)}"
+
+
+def group_sum(counts: Mapping[str, int]) -> str:
+    """Write where the groups are, such as `6 sampled = 4 trained + 2 in flight`; `lost` is left out."""
+    places = [f"{counts[n]} {n.replace('_', ' ')}" for n in GROUP_MEANINGS if n != "lost" and counts[n]]
+    return f"{counts['sampled']} sampled = {' + '.join(places) or 0}"

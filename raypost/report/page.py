@@ -12,6 +12,7 @@ import yaml
 
 from raypost import metrics
 from raypost.report.formatting import (
+    GROUP_MEANINGS,
     MISSING,
     bound,
     change,
@@ -35,15 +36,6 @@ _LEARNING = (
     metrics.RESPONSE_TOKENS_MEAN,
 )
 _DATA = ("staleness", "mismatch")
-_FATES = {
-    "trained": "contributed to a train step",
-    "filtered": "judged, but all rewards of the group were equal or otherwise of no use",
-    "failed": "generation or judging failed",
-    "expired": "grew too stale before it could be trained",
-    "buffered": "waits in the replay buffer",
-    "in_flight": "is being generated or judged",
-    "lost": "nobody can account for; must be 0",
-}
 
 
 def render(report: Mapping[str, Any], config: Mapping[str, Any], svgs: Mapping[str, str]) -> str:
@@ -138,7 +130,7 @@ def _timeline(report: Mapping[str, Any], svgs: Mapping[str, str]) -> str:
 
 def _groups(groups: Mapping[str, int]) -> str:
     rows = []
-    for name, meaning in _FATES.items():
+    for name, meaning in GROUP_MEANINGS.items():
         count = groups[name]
         width = 100 * count / groups["sampled"] if groups["sampled"] else 0
         bad = " class='bad'" if name == "lost" and count else ""

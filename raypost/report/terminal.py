@@ -30,6 +30,7 @@ from raypost.report.formatting import (
     bound,
     change,
     clock,
+    group_sum,
     length_bias,
     number,
     percent,
@@ -237,10 +238,6 @@ def scores_table(scores: Mapping[str, Any], tasks: Sequence[str], options: EvalC
 
 def report_text(report: Mapping[str, Any], run_dir: Path) -> str:
     """Return the figures that matter, a line each, and the path of the report."""
-    groups = report["groups"]
-    fates = [
-        f"{n} {name.replace('_', ' ')}" for name, n in groups.items() if n and name not in ("sampled", "lost")
-    ]
     before, after = report["eval_before"], report["eval_after"]
     gained = change(before, after)
     worst = report["staleness_max"]
@@ -250,7 +247,7 @@ def report_text(report: Mapping[str, Any], run_dir: Path) -> str:
                            + (f"  ({gained})" if gained else "")),
         ("steps", f"{report['steps']} of {report['num_steps']} in {seconds(report['wall_s'])}, "
                   f"{seconds(report['step_s_median'])} each"),
-        ("groups", f"{groups['sampled']} sampled = {' + '.join(fates) or 0}; {groups['lost']} lost"),
+        ("groups", f"{group_sum(report['groups'])}; {report['groups']['lost']} lost"),
         ("staleness", f"at most {MISSING if worst is None else worst} ({bound(report['staleness_bound'])}), "
                       f"mean {number(report['staleness_mean'], 2)}"),
         ("idle", f"trainer {percent(report['trainer_idle_fraction'])}, rollout "

@@ -57,7 +57,7 @@ def test_without_a_terminal_every_step_is_one_aligned_line(clock: Clock) -> None
         progress.step(step, record(step, raw_reward_mean=0.41))
     lines = [line for line in out.getvalue().splitlines() if line.startswith("step")]
     assert lines[1] == (
-        "step  2/80  reward 0.41  held-out 0.35  buffer  6  staleness 0.8/1  tokens/s  2600  sync  45 ms  left  0:39"
+        "step  2/80  reward 0.41  held-out 0.35  buffer  6  staleness 0.8/1  tokens/s  2600  sync  45 ms  left 00:39"
     )
     assert len({len(line) for line in lines}) == 1
     assert "\x1b" not in out.getvalue()
@@ -220,7 +220,7 @@ def test_numbers_are_short(value: float | None, text: str) -> None:
 ])  # fmt: skip
 def test_durations_read_as_people_say_them(value: float, text: str) -> None:
     assert formatting.seconds(value) == text
-    assert formatting.clock(7500) == "2:05:00" and formatting.clock(5) == "0:05"
+    assert formatting.clock(7500) == "2:05:00" and formatting.clock(5) == "00:05"
 
 
 def test_the_summary_names_a_length_bias_only_where_groups_grew_too_old() -> None:
