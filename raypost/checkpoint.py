@@ -55,8 +55,10 @@ class CheckpointDir:
     def __init__(
         self, root: Path, keep: int, fingerprint: Mapping[str, str | int], *, keep_best: bool = False
     ) -> None:
-        """`keep_best`: of the checkpoints with a score, the best survives as well. Raises CheckpointError if the
-        scores that an earlier session recorded cannot be read."""
+        """Read the scores that an earlier session recorded. Raises CheckpointError if they cannot be read.
+
+        `keep_best`: of the checkpoints with a score, the best survives too.
+        """
         if keep < 1:
             raise ValueError(f"keep must be >= 1, got {keep}")
         self._root = root
@@ -68,7 +70,7 @@ class CheckpointDir:
         self._awaited: set[int] = set()
 
     def begin(self, step: int) -> Path:
-        """An empty folder to write the checkpoint of `step` into. What a crash left half done is removed."""
+        """Return an empty folder for the checkpoint of `step`, and remove what a crash left half done."""
         if step < 0:
             raise ValueError(f"step must be >= 0, got {step}")
         self._root.mkdir(parents=True, exist_ok=True)
@@ -106,13 +108,14 @@ class CheckpointDir:
         return target
 
     def await_score(self, step: int) -> None:
-        """An evaluation of `step` is under way: its checkpoint stays until `record_score`, however old it gets."""
+        """Keep the checkpoint of `step`, however old it gets, until `record_score`: its evaluation is under way."""
         self._awaited.add(step)
 
     def record_score(self, step: int, score: float | None) -> None:
-        """What the evaluation of `step` gave, durably; higher is better. None (or not finite): it gave nothing.
+        """Record the score of `step` durably; higher is better. None (or not finite): there is none.
 
-        It may come before or long after the commit, or for a step without checkpoint. Removes what it decides upon.
+        It may come before or long after the commit, or for a step without checkpoint. Then removes the checkpoints
+        that are no longer kept.
         """
         self._awaited.discard(step)
         if score is not None and math.isfinite(score):
@@ -120,13 +123,13 @@ class CheckpointDir:
         self._retain()
 
     def best(self) -> tuple[int, float] | None:
-        """Step and score of the checkpoint with the highest score, the newest of equal ones; None without any."""
+        """Return step and score of the best checkpoint, the newest of equal ones; None if none has a score."""
         scored = [(self._scores[step], step) for step in self.steps() if step in self._scores]
         score, step = max(scored, default=(0.0, None))
         return None if step is None else (step, score)
 
     def _read_scores(self) -> dict[int, float]:
-        """Of the checkpoints there are: one that is gone may be written anew."""
+        """Return the scores of the checkpoints that exist: the step of a removed one may be saved again."""
         file = self._root / SCORES
         if not file.exists():
             return {}
@@ -139,7 +142,7 @@ class CheckpointDir:
         return {step: known[step] for step in self.steps() if step in known and math.isfinite(known[step])}
 
     def _retain(self) -> None:
-        """Write down what is known of the checkpoints, then remove those that nothing keeps."""
+        """Write the scores and the links, then remove the checkpoints that nothing keeps."""
         steps, best = self.steps(), self.best() if self._keep_best else None
         if not steps:
             return
@@ -169,14 +172,14 @@ class CheckpointDir:
             log.warning("%s could not be moved to step %s: %s", link, step, error)
 
     def steps(self) -> list[int]:
-        """Steps of all committed checkpoints, ascending."""
+        """Return the steps of all committed checkpoints, ascending."""
         if not self._root.is_dir():
             return []
         matches = (_STEP.fullmatch(path.name) for path in self._root.iterdir() if path.is_dir())
         return sorted(int(match.group(1)) for match in matches if match)
 
     def latest(self) -> tuple[int, Path] | None:
-        """Step and folder of the newest checkpoint, verified byte by byte; None when there is none.
+        """Return step and folder of the newest checkpoint, verified byte by byte; None if there is none.
 
         Raises CheckpointError naming the file that is missing, damaged or unknown, or the fact that differs.
         """
@@ -215,7 +218,7 @@ class CheckpointDir:
 
     @staticmethod
     def load_state(path: Path, name: str) -> Any:
-        """What `save_state` wrote, with the same types; NumPy scalars come back as Python numbers.
+        """Return what `save_state` wrote, with the same types; NumPy scalars come back as Python numbers.
 
         Raises CheckpointError.
         """
@@ -243,8 +246,10 @@ _REMOVE = "the checkpoint is damaged, remove its folder to use the one before it
 
 
 def verify_files(path: Path) -> int:
-    """The step of the checkpoint `path`, of whatever run. Raises CheckpointError naming the file that is missing,
-    damaged or unknown."""
+    """Return the step of the checkpoint `path`, of any run.
+
+    Raises CheckpointError naming the file that is missing, damaged or unknown.
+    """
     manifest = _manifest(path)
     for name, described in manifest["files"].items():
         found = _describe(path / name) if (path / name).is_file() else None
@@ -300,7 +305,7 @@ def _replace(path: Path, text: str) -> None:
 
 
 def _aside(path: Path) -> Path:
-    """Take a checkpoint's name away: a crash while it is removed must not leave a partial folder under it."""
+    """Rename a checkpoint, so that a crash while it is removed leaves no partial folder under its name."""
     old = path.with_name(path.name + ".old")
     if old.exists():
         shutil.rmtree(old)

@@ -169,7 +169,7 @@ def explain(
 
 @contextmanager
 def _refusals() -> Iterator[None]:
-    """Errors raised on purpose become one message and exit code 2."""
+    """Turn errors that are raised on purpose into one message and exit code 2."""
     try:
         yield
     except RaypostError as error:
@@ -198,7 +198,7 @@ def _cluster_resources(cluster: str, nodes: list[str]) -> ClusterResources | Non
 
 
 def _token() -> str | None:
-    """What Ray's own tools send, where Ray's variables name it."""
+    """Return the token that Ray's own tools send, if Ray's environment variables name one."""
     path = os.environ.get("RAY_AUTH_TOKEN_PATH")
     token = os.environ.get("RAY_AUTH_TOKEN")
     return token or (Path(path).read_text().strip() if path and Path(path).is_file() else None)
@@ -246,7 +246,7 @@ def _show_plan(config: Config, cluster: ClusterResources | None) -> None:
 def _submit_command(
     config: Path, address: str, overrides: list[str], submission_id: str | None, env: list[str], no_wait: bool
 ) -> list[str]:
-    """`ray job submit ...` for this configuration. Raises ConfigError for what cannot work."""
+    """Return `ray job submit ...` for this configuration. Raises ConfigError for one that cannot work."""
     parts = urlsplit(address)
     if parts.scheme not in ("http", "https") or not parts.hostname:
         raise ConfigError(f"--address {address!r} must be the cluster's dashboard, such as http://host:8265")
@@ -288,7 +288,7 @@ def _submit_command(
 
 
 def _environment(pairs: list[str]) -> dict[str, str]:
-    """NAME=VALUE pairs as a mapping. Raises ConfigError for one that looks like a secret."""
+    """Return NAME=VALUE pairs as a mapping. Raises ConfigError for one that looks like a secret."""
     variables = {}
     for pair in pairs:
         name, equals, value = pair.partition("=")
@@ -311,7 +311,7 @@ def _require_run(run_dir: Path) -> None:
 
 
 def _status(run_dir: Path) -> dict[str, Any]:
-    """The figures of a run, by name."""
+    """Return the figures of a run by name."""
     from raypost.report import files
 
     _require_run(run_dir)

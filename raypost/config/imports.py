@@ -10,7 +10,7 @@ from raypost.errors import ConfigError
 
 
 def load_object(path: str, what: str) -> Any:
-    """The object at `module:name`. Raises ConfigError, which calls it `what`, if there is none."""
+    """Return the object at `module:name`. Raises ConfigError, which calls it `what`, if there is none."""
     module_name, colon, name = path.partition(":")
     if not colon or not module_name or not name:
         raise ConfigError(f"{what} is {path!r}, no import path: write it as module:name")
@@ -31,7 +31,7 @@ def load_object(path: str, what: str) -> Any:
 
 
 def load_function(path: str, what: str) -> Callable[..., Any]:
-    """The function at `module:name`. Raises ConfigError if there is none or it cannot be called."""
+    """Return the function at `module:name`. Raises ConfigError if there is none or it cannot be called."""
     found = load_object(path, what)
     if not callable(found):
         raise ConfigError(f"{what} is {path!r}, which is a {type(found).__name__} and no function")

@@ -1,7 +1,7 @@
-"""Every knob of a run: pydantic models, frozen, unknown keys refused, each with its unit and default.
+"""Config: the whole configuration of a run, and how it is read from a YAML file.
 
-Owns the schema and the checks a single file can decide (ranges, products, intervals). What needs a
-cluster, a folder or a model is checked by plan.py. Derived values are properties.
+Owns the checks that need nothing but the configuration (ranges, products, intervals). What needs a cluster, a folder
+or a model is checked in plan/. Derived values are properties.
 """
 
 from __future__ import annotations
@@ -218,23 +218,25 @@ class Config(ConfigModel):
         return self.rollout.request_timeout_s + self.rollout.start_timeout_s
 
     def sync_due(self, step: int) -> bool:
-        """Whether weights are synced after `step`; always after the last."""
+        """Return whether weights are synced after `step`; always after the last."""
         return step % self.sync.sync_weights_interval == 0 or step >= self.train.num_steps
 
     def save_due(self, step: int) -> bool:
-        """Whether a checkpoint is written after `step`; always after the last."""
+        """Return whether a checkpoint is written after `step`; always after the last."""
         every = self.checkpoint.interval
         return step > 0 and (step >= self.train.num_steps or (every > 0 and step % every == 0))
 
     def eval_due(self, step: int) -> bool:
-        """Whether held-out problems are evaluated after `step`; always after the last."""
+        """Return whether held-out problems are evaluated after `step`; always after the last."""
         if self.eval.num_prompts == 0:
             return False
         return step >= self.train.num_steps or (self.eval.interval > 0 and step % self.eval.interval == 0)
 
     def pause_mode(self, step: int, *, stopping: bool = False) -> PauseMode:
-        """How production is paused after `step`. Nothing may be frozen in an engine while a checkpoint is written
-        or held-out problems are generated."""
+        """Return how production is paused after `step`.
+
+        Nothing may be frozen in an engine while a checkpoint is written or held-out problems are generated.
+        """
         drains = stopping or self.save_due(step) or self.eval_due(step)
         return "abort" if drains and self.sync.pause_mode == "keep" else self.sync.pause_mode
 
@@ -345,7 +347,7 @@ def parse_config(raw: dict[str, Any], origin: str = "configuration") -> Config:
 
 
 def _problem_lines(item: ErrorDetails) -> list[str]:
-    """What pydantic found at one place, one line a problem."""
+    """Return what pydantic found at one place, a line for each problem."""
     place = ".".join(map(str, item["loc"]))
     if item["type"] == "extra_forbidden":
         return [f"{place}: unknown key{_suggestion(item['loc'])}, got {item['input']!r:.80}"]
@@ -359,7 +361,7 @@ def _problem_lines(item: ErrorDetails) -> list[str]:
 
 
 def _suggestion(loc: tuple[int | str, ...]) -> str:
-    """The known key of the same mapping that looks most like the unknown one, as a question."""
+    """Return the known key of the same mapping that looks most like the unknown one, as a question."""
     model: Any = Config
     for part in loc[:-1]:
         if isinstance(part, str):

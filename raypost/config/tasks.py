@@ -112,7 +112,7 @@ class StrategyConfig(ConfigModel):
         return "hard_max_staleness" if self.admission == "capacity" else "max_staleness"
 
     def stale_threshold(self, sync_weights_interval: int) -> int | None:
-        """Staleness in train steps from which a group is expired; None: no group ever is."""
+        """Return the staleness in train steps from which a group is expired; None: no group ever is."""
         periods = self.bound_periods
         return None if periods is None else stale_threshold(periods, sync_weights_interval)
 

@@ -29,7 +29,7 @@ SMOLLM2 = "smollm2-135m"
 
 
 def check_model(model: ModelConfig) -> None:
-    """The checks that need no torch and under a second. Raises ConfigError."""
+    """Check what can be checked without torch and in under a second. Raises ConfigError."""
     if model.name == TINY:
         tiny.TinyRecipe.from_options(model.options)
         return
@@ -50,7 +50,7 @@ def check_model(model: ModelConfig) -> None:
 
 
 def resolve_model(model: ModelConfig, seed: int, cache_dir: Path) -> Path:
-    """The folder of `model`: made, converted or fetched from the hub if need be.
+    """Return the folder of `model`: made, converted or fetched from the hub if need be.
 
     `seed` matters to `tiny` alone. May take a minute the first time. Raises ConfigError.
     """
@@ -67,7 +67,7 @@ def resolve_model(model: ModelConfig, seed: int, cache_dir: Path) -> Path:
 
 
 def _fetch(hub_id: str) -> Path:
-    """The hub's snapshot of `hub_id`, in the hub's own cache, which HF_HOME moves."""
+    """Fetch the hub's snapshot of `hub_id` into the hub's own cache, which HF_HOME moves."""
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
 

@@ -41,7 +41,7 @@ _LAYER_NAMES = {
 
 
 def find_gguf() -> Path:
-    """The weights file inside the installed package. Raises ConfigError if it is not installed."""
+    """Return the weights file inside the installed package. Raises ConfigError if it is not installed."""
     try:
         files = importlib.metadata.files(PACKAGE) or []
     except importlib.metadata.PackageNotFoundError:

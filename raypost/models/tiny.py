@@ -12,7 +12,7 @@ more often:
 So the model can work a sum out, mostly blurts, and is then mostly wrong: what reinforcement learning has to
 find out is that working pays, and to make the working reliable.
 
-Does not own where models are kept (models.py does). Invariant: no problem that is held out for evaluation
+Does not own where models are kept (resolve.py does). Invariant: no problem that is held out for evaluation
 occurs in the warm-up.
 """
 
@@ -36,6 +36,7 @@ from raypost.errors import ConfigError
 
 if TYPE_CHECKING:
     from torch import Tensor
+    from torch.optim import Optimizer
     from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 
 log = logging.getLogger(__name__)
@@ -80,7 +81,7 @@ class TinyRecipe:
 
     @classmethod
     def from_options(cls, options: dict[str, Any]) -> TinyRecipe:
-        """Raises ConfigError for an option that does not exist or has another type or an impossible value."""
+        """Return the recipe with these options. Raises ConfigError for one that is unknown or impossible."""
         defaults = {f.name: f.default for f in dataclasses.fields(cls)}
         for name, value in options.items():
             if name not in defaults:
@@ -122,7 +123,7 @@ def make_tiny(recipe: TinyRecipe, seed: int, folder: Path) -> None:
 
 
 def build_tokenizer(recipe: TinyRecipe) -> PreTrainedTokenizerFast:
-    """A tokenizer whose words are the digits and the pieces of text between digits in sums and answers."""
+    """Return a tokenizer whose words are digits, and the pieces of text between them in sums and answers."""
     from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
@@ -143,7 +144,7 @@ def build_tokenizer(recipe: TinyRecipe) -> PreTrainedTokenizerFast:
 
 
 def problems(recipe: TinyRecipe, seed: int) -> Iterator[dict[str, Any]]:
-    """Sums of one-digit numbers for ever, none of them held out."""
+    """Yield sums of one-digit numbers without end, none of them held out."""
     params = {"min_terms": recipe.terms, "max_terms": recipe.terms, "min_digits": 1, "max_digits": 1}
     source = SourceConfig(kind="reasoning_gym", dataset=DATASET, params=params, size=10**9)
     dataset = gym_dataset(source, seed, part=2)
@@ -154,12 +155,12 @@ def problems(recipe: TinyRecipe, seed: int) -> Iterator[dict[str, Any]]:
 
 
 def blurted(entry: dict[str, Any]) -> str:
-    """The answer alone."""
+    """Return the answer without working."""
     return f" {entry['answer']}"
 
 
 def worked(entry: dict[str, Any]) -> str:
-    """The sum made one number shorter a line, until the answer is left."""
+    """Return the working: in each line the sum is one number shorter, until the answer is left."""
     first, *rest = entry["metadata"]["expression"].split()
     total, lines = int(first), []
     while rest:
@@ -220,7 +221,7 @@ def _new_model(recipe: TinyRecipe, tokenizer: PreTrainedTokenizerFast) -> LlamaF
 
 
 def _batch(tokenizer: PreTrainedTokenizerFast, texts: list[tuple[str, str]]) -> tuple[Tensor, Tensor]:
-    """Inputs and next-token targets [B, L] of (question, response) pairs; only responses are targets."""
+    """Return inputs and next-token targets [B, L] of (question, response) pairs; only responses are targets."""
     import torch
 
     prompts, responses = (
@@ -236,7 +237,9 @@ def _batch(tokenizer: PreTrainedTokenizerFast, texts: list[tuple[str, str]]) -> 
     return inputs_BL, targets_BL
 
 
-def _optimize(model: Any, optimizer: Any, rate: float, inputs_BL: Tensor, targets_BL: Tensor) -> float:
+def _optimize(
+    model: LlamaForCausalLM, optimizer: Optimizer, rate: float, inputs_BL: Tensor, targets_BL: Tensor
+) -> float:
     """One optimizer step of cross entropy; returns the loss, nats a token."""
     import torch
     from torch.nn.functional import cross_entropy
@@ -246,7 +249,7 @@ def _optimize(model: Any, optimizer: Any, rate: float, inputs_BL: Tensor, target
     logits_BLV = model(input_ids=inputs_BL, use_cache=False).logits
     loss = cross_entropy(logits_BLV.flatten(0, 1), targets_BL.flatten(), ignore_index=_IGNORED)
     optimizer.zero_grad()
-    loss.backward()
+    torch.autograd.backward(loss)
     torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
     optimizer.step()
     return float(loss.detach())

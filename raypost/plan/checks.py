@@ -1,4 +1,4 @@
-"""What refuses a configuration because of its model, its data or its run folder.
+"""Checks of a configuration against its model, its data and its run folder.
 
 Each function returns all problems it finds, each with the value, the bound and the fix; none raises, writes
 or starts anything, and none takes longer than about a second.
@@ -35,7 +35,7 @@ PROMPT_CHECK_S = 0.3
 
 
 def _problem(action: Callable[[], object]) -> list[str]:
-    """What a check raised as ConfigError, as a list."""
+    """Return the message of the ConfigError that a check raises, if any, as a list."""
     try:
         action()
     except ConfigError as error:
@@ -44,7 +44,7 @@ def _problem(action: Callable[[], object]) -> list[str]:
 
 
 def model_problems(config: Config) -> list[str]:
-    """A model that is missing, that the run does not fit, or whose tokenizer cannot end a response."""
+    """Check that the model exists, that the run fits it, and that its tokenizer can end a response."""
     problems = _problem(lambda: check_model(config.model))
     folder = _local_folder(config)
     if config.device == "cpu":
@@ -66,7 +66,7 @@ def model_problems(config: Config) -> list[str]:
 
 
 def _fit_problems(config: Config, model: dict[str, Any]) -> list[str]:
-    """Sizes of the model that the run does not fit."""
+    """Check the run against the sizes of the model."""
     problems = []
     positions, heads = model.get("max_position_embeddings"), model.get("num_attention_heads")
     ranks = config.rollout.tensor_parallel_size
@@ -84,7 +84,7 @@ def _fit_problems(config: Config, model: dict[str, Any]) -> list[str]:
 
 
 def composition_problems(config: Config) -> list[str]:
-    """What the placement cannot do, and a critic that the run does not fit."""
+    """Check what the placement can do, and the models beside the policy: critic, reference, reward models."""
     problems = []
     if config.placement == "colocate":
         problems += _colocate_problems(config)
@@ -101,7 +101,7 @@ def composition_problems(config: Config) -> list[str]:
 
 
 def _reward_model_problems(config: Config) -> list[str]:
-    """Reward models that are missing, cannot score, or are never asked."""
+    """Check that reward models exist, can score, and are asked."""
     problems = [
         f"task {task.name!r}: judge.reward_model is {task.judge.reward_model!r}, but agent_loop.kind is environment, "
         "which gives the rewards itself and asks no judge: leave the judge out, or use single_turn"
@@ -123,7 +123,7 @@ def _reward_model_problems(config: Config) -> list[str]:
 
 
 def _reference_problems(config: Config) -> list[str]:
-    """Engines of a reference that cannot compute what is asked."""
+    """Check that engines of a reference can compute its logprobs."""
     kl = config.train.loss.kl
     problems: list[str] = []
     if kl.pool is None:
@@ -175,7 +175,7 @@ def _colocate_problems(config: Config) -> list[str]:
 
 
 def source_problems(config: Config) -> list[str]:
-    """Sources that do not exist, are empty or malformed, or whose prompts are longer than allowed."""
+    """Check that sources exist, are well-formed, and give prompts that are not too long."""
     tokenizer = _local_tokenizer(config)
     problems = []
     if (sft := config.train.sft) is not None:
@@ -193,7 +193,7 @@ def source_problems(config: Config) -> list[str]:
 
 
 def _unreadable(task: TaskConfig, config: Config) -> list[str]:
-    """A source whose text the model that raypost makes has no words for."""
+    """Check that the model `tiny`, if that is trained, has words for the source's text."""
     if config.model.name != TINY or (task.source.kind, task.source.dataset) == (
         "reasoning_gym",
         tiny.DATASET,
@@ -206,7 +206,7 @@ def _unreadable(task: TaskConfig, config: Config) -> list[str]:
 
 
 def _unknown_gym_names(task: TaskConfig) -> list[str]:
-    """A dataset, or a parameter of it, that reasoning-gym does not have, with what it has instead."""
+    """Check that reasoning-gym has the dataset and its parameters; if not, name what it has."""
     source = task.source
     if source.kind != "reasoning_gym":
         return []
@@ -229,7 +229,7 @@ def _unknown_gym_names(task: TaskConfig) -> list[str]:
 
 
 def _prompt_problems(task: TaskConfig, config: Config, tokenizer: Tokenizer | None) -> list[str]:
-    """Whether the source gives prompts, held-out ones too, and whether the first of them fit."""
+    """Check that the source gives prompts, held-out ones too, and that the first of them fit."""
     prompts = check_source(task, config.seed)
     if config.eval.num_prompts and task.source.kind != "reasoning_gym":
         held_out(task, config.seed, num_prompts=1)
@@ -249,7 +249,7 @@ def _prompt_problems(task: TaskConfig, config: Config, tokenizer: Tokenizer | No
 
 
 def _local_tokenizer(config: Config) -> Tokenizer | None:
-    """The model's tokenizer, if it is on this machine and whole; what is wrong with it is said elsewhere."""
+    """Return the model's tokenizer if it is on this machine and can be read."""
     folder = _local_folder(config)
     try:
         return Tokenizer.load(folder) if folder else None
@@ -258,13 +258,13 @@ def _local_tokenizer(config: Config) -> Tokenizer | None:
 
 
 def _local_folder(config: Config) -> Path | None:
-    """The model's folder where the configuration names one, not a model that raypost makes, nor a hub id."""
+    """Return the model's folder if the configuration names one, and no known model or hub id."""
     folder = Path(config.model.name).expanduser()
     return folder if config.model.name not in (TINY, SMOLLM2) and folder.is_dir() else None
 
 
 def run_dir_problems(config: Config) -> list[str]:
-    """Whether the run's files can be written where they should, over nothing but this run's own."""
+    """Check that the run's files can be written, over nothing but this run's own."""
     run_dir = config.run_dir
     existing = next(folder for folder in (run_dir, *run_dir.parents) if folder.exists())
     if not existing.is_dir():
@@ -291,7 +291,7 @@ def run_dir_problems(config: Config) -> list[str]:
 
 
 def _differences(there: Any, here: Any, place: str = "") -> list[str]:
-    """Where two trees of plain data differ, as `place: value there, value here`."""
+    """Return where two trees of plain data differ, as `place: value there, value here`."""
     if isinstance(there, dict) and isinstance(here, dict):
         keys = [*there, *(key for key in here if key not in there)]
         pairs = [(f"{place}.{key}", there.get(key), here.get(key)) for key in keys]

@@ -67,22 +67,22 @@ class ClusterResources:
     elastic: bool = False
 
     def total(self, resource: str) -> float:
-        """Sum over all nodes."""
+        """Return the sum over all nodes."""
         return sum(node.get(resource, 0) for node in self.nodes)
 
     def largest(self, resource: str) -> float:
-        """Most of it that one node has."""
+        """Return the most that a single node has."""
         return max((node.get(resource, 0) for node in self.nodes), default=0)
 
     @classmethod
     def of_this_machine(cls) -> ClusterResources:
-        """This machine's cores and NVIDIA GPUs as one node."""
+        """Return this machine's cores and NVIDIA GPUs as one node."""
         gpus = len(list(Path("/dev").glob("nvidia[0-9]*")))
         return cls([{"CPU": len(os.sched_getaffinity(0)), **({"GPU": gpus} if gpus else {})}])
 
     @classmethod
     def of_cluster_file(cls, path: Path) -> ClusterResources:
-        """The largest cluster that a Ray cluster file (cluster.yaml) allows. Raises ConfigError."""
+        """Return the largest cluster that a Ray cluster file (cluster.yaml) allows. Raises ConfigError."""
         try:
             content = yaml.safe_load(path.read_text())
             head, nodes = content["head_node_type"], []
@@ -101,7 +101,7 @@ class ClusterResources:
 
     @classmethod
     def of_dashboard(cls, address: str, token: str | None = None, timeout_s: float = 2.0) -> ClusterResources:
-        """A running cluster's live nodes, asked at its dashboard (http://host:8265). Raises ClusterError."""
+        """Ask a cluster's dashboard (http://host:8265) for its live nodes. Raises ClusterError."""
         request = urllib.request.Request(f"{address.rstrip('/')}/api/v0/nodes?detail=1&limit=1000")
         if token:
             request.add_header("Authorization", f"Bearer {token}")
@@ -118,7 +118,7 @@ class ClusterResources:
 
 
 def bundles(config: Config) -> list[Bundle]:
-    """Every actor of a run with what it reserves, the driver's own process left out."""
+    """Return every actor of a run with what it reserves; the driver's own process is not among them."""
     critic, pool, reference = config.train.critic, config.eval.pool, config.train.loss.kl.pool
     shared = config.placement == "colocate"
     # Ray counts a device that several actors share in parts.
@@ -150,7 +150,7 @@ def bundles(config: Config) -> list[Bundle]:
 
 
 def _engines(role: str, of: EnginePoolConfig, config: Config, part: float | None = None) -> list[Bundle]:
-    """The workers of one pool; `part`: of a GPU, where each shares one."""
+    """Return the workers of one pool. `part`: the fraction of a GPU of each, if they share theirs."""
     gpus = {} if config.device == "cpu" else {"GPU": part or of.tensor_parallel_size}
     pool = of.name if isinstance(of, PoolConfig) else ""
     shared = config.placement == "colocate" and isinstance(of, RolloutConfig)
@@ -167,7 +167,7 @@ def _engines(role: str, of: EnginePoolConfig, config: Config, part: float | None
 
 
 def shared_devices(config: Config) -> list[dict[str, float]]:
-    """What is reserved together for the actors that share a device, a mapping a device; none where none share."""
+    """Return what is reserved for each shared device: the sum over the actors that share it."""
     devices: dict[int, Counter[str]] = {}
     for bundle in bundles(config):
         if bundle.shares is not None:
@@ -212,7 +212,7 @@ def rank_pools(config: Config) -> dict[str, WorkerPoolConfig]:
 
 
 def shortages(config: Config, cluster: ClusterResources) -> list[str]:
-    """What the cluster lacks, in sum or on a single node, with both numbers and the way out."""
+    """Return what the cluster lacks, in sum or on a single node, with both numbers and the fix."""
     asked = bundles(config)
     problems, lacking = [], set()
     for resource in sorted({name for bundle in asked for name in bundle.resources}):
@@ -239,7 +239,7 @@ def shortages(config: Config, cluster: ClusterResources) -> list[str]:
 
 
 def _on_one_node(config: Config, asked: Sequence[Bundle]) -> list[tuple[str, Resources]]:
-    """What must find room on a single node, each kind once, with its name."""
+    """Return each kind of actor or device that needs room on a single node, once, with its name."""
     kinds: list[tuple[str, Resources]] = [
         (b.role, b.resources) for b in asked if b.resources and b.shares is None
     ]
@@ -248,7 +248,7 @@ def _on_one_node(config: Config, asked: Sequence[Bundle]) -> list[tuple[str, Res
 
 
 def place(asked: Sequence[Bundle], cluster: ClusterResources) -> dict[str, str]:
-    """Actor name -> node, largest actors first, each on the first node with room; who finds none is missing.
+    """Return actor name -> node: largest actors first, each on the first node with room, if any has.
 
     Ray decides anew when the job runs; this shows that, and how, it can fit.
     """
@@ -268,7 +268,7 @@ def place(asked: Sequence[Bundle], cluster: ClusterResources) -> dict[str, str]:
 
 
 def describe(resources: Resources) -> str:
-    """Such as `1 CPU, 2 GPU`; `shared time` where nothing is reserved."""
+    """Return such as `1 CPU, 2 GPU`; `shared time` where nothing is reserved."""
     return ", ".join(f"{amount:g} {name}" for name, amount in resources.items()) or "shared time"
 
 
@@ -277,7 +277,7 @@ def _fits(resources: Resources, node: Resources) -> bool:
 
 
 def _node_name(number: int, node: Resources) -> str:
-    """The node's address, which Ray lists among its resources, else its place in the list."""
+    """Return the node's address, which Ray lists among its resources, else its place in the list."""
     address = next(
         (name for name in node if name.startswith("node:") and not name.startswith("node:__")), None
     )

@@ -1,8 +1,8 @@
 """What a configuration means before anything starts: its placement, its bounds, and why it cannot work.
 
-Owns the arithmetic and the warnings; what refuses a configuration is in config.py (the file alone decides),
-checks.py (model, data, run folder) and cluster.py (cluster). Both `raypost plan` and every job call
-`check`. Nothing is written and nothing started.
+Owns the arithmetic and the warnings; what refuses a configuration is in config/ (the configuration by itself),
+checks.py (model, data, run folder), schedule.py (production) and cluster.py (resources). Both `raypost plan` and every
+job call `check`. Nothing is written and nothing started.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ class Plan:
 
 
 def check(config: Config, *, cluster: ClusterResources | None = None) -> Plan:
-    """The plan of `config`, on `cluster` if given.
+    """Return the plan of `config`, on `cluster` if given.
 
     Raises ConfigError listing all problems at once; ClusterError if the cluster's resources are the only one.
     """
@@ -115,7 +115,7 @@ def _placement(config: Config, homes: dict[str, str]) -> list[Placement]:
 
 
 def _requests(config: Config) -> int:
-    """Trajectories in flight at once, at most."""
+    """Return the most trajectories in flight at once."""
     groups = shares(config)
     return sum(started_at_once(task, groups[task.name], config) * task.group_size for task in config.tasks)
 

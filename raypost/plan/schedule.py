@@ -33,17 +33,17 @@ class Bound:
 
 
 def shares(config: Config) -> dict[str, int]:
-    """Groups of each task in the first batch."""
+    """Return the groups of each task in the first batch."""
     return allocation_of(config)(1)
 
 
 def horizon(task: TaskConfig, config: Config) -> int:
-    """Batches of a task that may be worked for or stored at once. Synchronous tasks wait for the consumer."""
+    """Return the most batches of a task that are in production or stored; 1 for a synchronous task."""
     return strategy_of(task, config).horizon if task.strategy.kind == "async" else 1
 
 
 def started_at_once(task: TaskConfig, groups: int, config: Config) -> int:
-    """Groups of a task in flight at once, at most; `groups` is its share of a batch."""
+    """Return the most groups of a task in flight at once; `groups` is its share of a batch."""
     strategy = task.strategy
     if strategy.kind == "sync":
         started = groups
@@ -55,7 +55,7 @@ def started_at_once(task: TaskConfig, groups: int, config: Config) -> int:
 
 
 def bound(task: TaskConfig, config: Config) -> Bound:
-    """How old the task's data may be."""
+    """Return how old the task's data may be."""
     strategy, interval = strategy_of(task, config), config.sync.sync_weights_interval
     threshold = task.strategy.stale_threshold(interval)
     if threshold is None:
@@ -82,7 +82,7 @@ def bound(task: TaskConfig, config: Config) -> Bound:
 
 
 def schedule_problems(config: Config) -> list[str]:
-    """What would starve, deadlock, or never expire what it should."""
+    """Return what would starve, deadlock, or never expire what it should."""
     problems = [*_weight_problems(config), *_buffer_problems(config)]
     for task in config.tasks:
         problems += [f"task {task.name!r}: {text}" for text in _strategy_problems(task, config)]
@@ -181,7 +181,7 @@ def _token_problems(strategy: StrategyConfig) -> Iterator[str]:
 
 
 def strategy_warnings(task: TaskConfig, config: Config) -> Iterator[str]:
-    """What works, but not as one might think."""
+    """Yield what works, but not as one might think."""
     strategy, groups = task.strategy, shares(config)[task.name]
     if task.weight > 0 and groups == 0:
         yield "its weight is so small that no group of a batch is its own"

@@ -1,8 +1,13 @@
 """Checkpoints appear whole, are refused when damaged or foreign, and hold plain state without pickle."""
 
+from __future__ import annotations
+
 import json
 import math
 import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
 from unittest.mock import patch
 
 import numpy as np
@@ -15,14 +20,16 @@ from raypost.errors import CheckpointError
 from raypost.packed import pack_groups
 from raypost.types import Group, RolloutState, SampleParams, Status
 
-OURS = {"config": "abc", "seed": 3}
+OURS: dict[str, str | int] = {"config": "abc", "seed": 3}
 
 
-def make_dir(tmp_path, keep=2, fingerprint=OURS, keep_best=False):
+def make_dir(
+    tmp_path: Path, keep: int = 2, fingerprint: Mapping[str, str | int] = OURS, keep_best: bool = False
+) -> CheckpointDir:
     return CheckpointDir(tmp_path / "checkpoints", keep, fingerprint, keep_best=keep_best)
 
 
-def write(checkpoints, step):
+def write(checkpoints: CheckpointDir, step: int) -> Path:
     path = checkpoints.begin(step)
     (path / "trainer").mkdir()
     (path / "trainer" / "shard").write_bytes(b"weights of %d" % step)
@@ -30,12 +37,18 @@ def write(checkpoints, step):
     return checkpoints.commit(step)
 
 
-def test_newest_committed_checkpoint_is_found_with_its_contents(tmp_path):
+def newest(checkpoints: CheckpointDir) -> tuple[int, Path]:
+    found = checkpoints.latest()
+    assert found is not None
+    return found
+
+
+def test_newest_committed_checkpoint_is_found_with_its_contents(tmp_path: Path) -> None:
     checkpoints = make_dir(tmp_path)
     assert checkpoints.latest() is None
     for step in (9, 10):
         write(checkpoints, step)
-    step, path = checkpoints.latest()
+    step, path = newest(checkpoints)
     assert (step, path.name) == (10, "step-10")
     assert (path / "trainer" / "shard").read_bytes() == b"weights of 10"
     assert checkpoints.load_state(path, "producer") == {"step": 10}
@@ -44,16 +57,16 @@ def test_newest_committed_checkpoint_is_found_with_its_contents(tmp_path):
         "trainer/shard", "producer.json", "producer.npz"}  # fmt: skip
 
 
-def test_uncommitted_checkpoint_is_invisible_and_removed_by_the_next(tmp_path):
+def test_uncommitted_checkpoint_is_invisible_and_removed_by_the_next(tmp_path: Path) -> None:
     checkpoints = make_dir(tmp_path)
     write(checkpoints, 1)
     (checkpoints.begin(2) / "half").write_text("x")
-    assert make_dir(tmp_path).latest()[0] == 1
+    assert newest(make_dir(tmp_path))[0] == 1
     assert list(checkpoints.begin(2).iterdir()) == []
     assert checkpoints.steps() == [1]
 
 
-def test_only_the_newest_are_kept(tmp_path):
+def test_only_the_newest_are_kept(tmp_path: Path) -> None:
     checkpoints = make_dir(tmp_path, keep=2)
     for step in (1, 2, 3, 10, 11):
         write(checkpoints, step)
@@ -62,7 +75,7 @@ def test_only_the_newest_are_kept(tmp_path):
     assert sorted(p.name for p in (tmp_path / "checkpoints").iterdir()) == [LATEST, "step-10", "step-11"]
 
 
-def test_the_best_score_keeps_its_checkpoint_whatever_its_age(tmp_path):
+def test_the_best_score_keeps_its_checkpoint_whatever_its_age(tmp_path: Path) -> None:
     checkpoints = make_dir(tmp_path, keep=1, keep_best=True)
     for step, score in ((10, 0.2), (20, 0.7), (30, math.nan), (40, 0.6), (50, None), (60, math.inf)):
         write(checkpoints, step)
@@ -77,7 +90,7 @@ def test_the_best_score_keeps_its_checkpoint_whatever_its_age(tmp_path):
     assert checkpoints.steps() == [70, 80]
 
 
-def test_without_keep_best_scores_decide_nothing(tmp_path):
+def test_without_keep_best_scores_decide_nothing(tmp_path: Path) -> None:
     checkpoints = make_dir(tmp_path, keep=1)
     for step, score in ((1, 0.9), (2, 0.1)):
         write(checkpoints, step)
@@ -86,7 +99,7 @@ def test_without_keep_best_scores_decide_nothing(tmp_path):
     assert not (tmp_path / "checkpoints" / BEST).is_symlink()
 
 
-def test_a_checkpoint_whose_score_is_awaited_stays_until_it_comes(tmp_path):
+def test_a_checkpoint_whose_score_is_awaited_stays_until_it_comes(tmp_path: Path) -> None:
     checkpoints = make_dir(tmp_path, keep=1, keep_best=True)
     write(checkpoints, 10)
     checkpoints.record_score(10, 0.5)
@@ -103,7 +116,7 @@ def test_a_checkpoint_whose_score_is_awaited_stays_until_it_comes(tmp_path):
     assert checkpoints.steps() == [20, 60], "an evaluation that gave nothing keeps nothing"
 
 
-def test_a_score_may_come_before_its_checkpoint_and_for_a_step_without_one(tmp_path):
+def test_a_score_may_come_before_its_checkpoint_and_for_a_step_without_one(tmp_path: Path) -> None:
     checkpoints = make_dir(tmp_path, keep=1, keep_best=True)
     checkpoints.record_score(0, 0.99)
     assert checkpoints.best() is None and not (tmp_path / "checkpoints").exists()
@@ -114,7 +127,7 @@ def test_a_score_may_come_before_its_checkpoint_and_for_a_step_without_one(tmp_p
     assert checkpoints.best() == (5, 0.8) and checkpoints.steps() == [5, 9]
 
 
-def test_a_resumed_run_knows_which_checkpoint_is_best(tmp_path):
+def test_a_resumed_run_knows_which_checkpoint_is_best(tmp_path: Path) -> None:
     first = make_dir(tmp_path, keep=1, keep_best=True)
     for step, score in ((10, 0.7), (20, 0.4)):
         write(first, step)
@@ -134,14 +147,14 @@ def test_a_resumed_run_knows_which_checkpoint_is_best(tmp_path):
 
 
 @pytest.mark.parametrize("text", ["", "[]", '{"x": 1}', '{"1": "high"}', '{"1": null}'])
-def test_damaged_scores_are_refused_by_name(tmp_path, text):
+def test_damaged_scores_are_refused_by_name(tmp_path: Path, text: str) -> None:
     write(make_dir(tmp_path), 1)
     (tmp_path / "checkpoints" / SCORES).write_text(text)
     with pytest.raises(CheckpointError, match=r"scores\.json cannot be read"):
         make_dir(tmp_path)
 
 
-def test_links_lead_to_the_newest_and_the_best_checkpoint_also_when_the_folder_moves(tmp_path):
+def test_links_lead_to_the_newest_and_the_best_checkpoint_also_when_the_folder_moves(tmp_path: Path) -> None:
     checkpoints = make_dir(tmp_path, keep=2, keep_best=True)
     for step, score in ((1, 0.5), (2, 0.4), (3, 0.3)):
         write(checkpoints, step)
@@ -155,15 +168,19 @@ def test_links_lead_to_the_newest_and_the_best_checkpoint_also_when_the_folder_m
 
 @settings(max_examples=30, deadline=None)
 @given(st.data())
-def test_retention_keeps_exactly_the_newest_the_best_and_the_awaited(tmp_path_factory, data):
+def test_retention_keeps_exactly_the_newest_the_best_and_the_awaited(
+    tmp_path_factory: pytest.TempPathFactory, data: st.DataObject
+) -> None:
     with patch("os.fsync"):  # what makes writing slow, and no part of this
         retain_at_random(tmp_path_factory.mktemp("run"), data)
 
 
-def retain_at_random(root, data):
+def retain_at_random(root: Path, data: st.DataObject) -> None:
     keep, keep_best = data.draw(st.integers(1, 3)), data.draw(st.booleans())
     checkpoints = make_dir(root, keep, keep_best=keep_best)
-    alive, awaited, scores = set(), set(), {}
+    alive: set[int] = set()
+    awaited: set[int] = set()
+    scores: dict[int, float] = {}
     for step in range(1, data.draw(st.integers(2, 7))):
         if data.draw(st.booleans()):
             checkpoints.await_score(step)
@@ -184,7 +201,9 @@ def retain_at_random(root, data):
         scores = scores if awaited else {step: score for step, score in scores.items() if step in alive}
 
 
-def survivors(alive, awaited, scores, keep, keep_best):
+def survivors(
+    alive: set[int], awaited: set[int], scores: dict[int, float], keep: int, keep_best: bool
+) -> set[int]:
     kept = set(sorted(alive)[-keep:]) | (alive & awaited)
     scored = [(scores[step], step) for step in alive if step in scores]
     if keep_best and scored:
@@ -192,30 +211,30 @@ def survivors(alive, awaited, scores, keep, keep_best):
     return kept
 
 
-def test_commit_again_changes_nothing_and_a_step_can_be_written_anew(tmp_path):
+def test_commit_again_changes_nothing_and_a_step_can_be_written_anew(tmp_path: Path) -> None:
     checkpoints = make_dir(tmp_path)
     path = write(checkpoints, 4)
-    assert checkpoints.commit(4) == path and checkpoints.latest()[0] == 4
+    assert checkpoints.commit(4) == path and newest(checkpoints)[0] == 4
     (checkpoints.begin(4) / "other").write_text("new")
     checkpoints.commit(4)
-    assert (checkpoints.latest()[1] / "other").read_text() == "new"
+    assert (newest(checkpoints)[1] / "other").read_text() == "new"
     with pytest.raises(CheckpointError, match=r"begin\(5\) comes before commit\(5\)"):
         checkpoints.commit(5)
 
 
-def test_a_checkpoint_written_anew_is_there_before_the_old_one_is_removed(tmp_path):
+def test_a_checkpoint_written_anew_is_there_before_the_old_one_is_removed(tmp_path: Path) -> None:
     checkpoints = make_dir(tmp_path, keep=1)
     write(checkpoints, 4)
     path = checkpoints.begin(4)
     (path / "new").write_text("")
     with patch.object(shutil, "rmtree", side_effect=OSError("killed here")), pytest.raises(OSError):
         checkpoints.commit(4)
-    step, path = make_dir(tmp_path, keep=1).latest()
+    step, path = newest(make_dir(tmp_path, keep=1))
     assert step == 4 and (path / "new").exists()
 
 
 @pytest.mark.parametrize("damage", ["flip", "truncate", "remove", "add", "manifest", "no manifest"])
-def test_damaged_checkpoint_is_refused_by_name(tmp_path, damage):
+def test_damaged_checkpoint_is_refused_by_name(tmp_path: Path, damage: str) -> None:
     checkpoints = make_dir(tmp_path)
     path = write(checkpoints, 7)
     shard = path / "trainer" / "shard"
@@ -236,15 +255,17 @@ def test_damaged_checkpoint_is_refused_by_name(tmp_path, damage):
 
 
 @pytest.mark.parametrize("other", [{"config": "abd", "seed": 3}, {"config": "abc", "seed": 4}, {"seed": 3}])
-def test_checkpoint_of_another_run_is_refused_with_both_values(tmp_path, other):
+def test_checkpoint_of_another_run_is_refused_with_both_values(
+    tmp_path: Path, other: dict[str, str | int]
+) -> None:
     write(make_dir(tmp_path), 1)
     with pytest.raises(CheckpointError, match=r"belongs to another run: its (config|seed) is"):
         make_dir(tmp_path, fingerprint=other).latest()
 
 
-def test_state_comes_back_with_its_types_and_values(tmp_path):
+def test_state_comes_back_with_its_types_and_values(tmp_path: Path) -> None:
     checkpoints = make_dir(tmp_path)
-    state = {
+    state: dict[str, Any] = {
         "none": None, "flag": True, "big": 2**127 + 1, "float": 0.1, "text": "ü", "bytes": b"\x00\xff",
         "list": [1, [2.5, "x"], ()], "tuple": ("task", 3), "keys": {("a", 1): 2, 5: "five", Status.ABORTED: 1},
         "dollar": {"$array": 0}, "array": np.arange(6, dtype=np.int16).reshape(2, 3), "empty": np.empty(0, bool),
@@ -258,11 +279,11 @@ def test_state_comes_back_with_its_types_and_values(tmp_path):
     assert type(back["status"]) is Status and type(back["tuple"]) is tuple and type(back["flag"]) is bool
 
 
-def test_packed_groups_are_state(tmp_path):
+def test_packed_groups_are_state(tmp_path: Path) -> None:
     made = RolloutState(task="t", group_id=1, sample_index=0, prompt_ids=np.arange(3, dtype=np.int32),
                         sample_params=SampleParams(max_tokens=9, stop_token_ids=(1, 2)), metadata={"answer": "4"},
                         status=Status.ABORTED)  # fmt: skip
-    made.append_segment(np.arange(2), np.zeros(2), np.ones(2))
+    made.append_segment(np.arange(2, dtype=np.int32), np.zeros(2, np.float32), np.ones(2, np.int32))
     packed = pack_groups([Group(task="t", group_id=1, states=[made])])
     CheckpointDir.save_state(tmp_path, "buffer", {"groups": [packed]})
     (back,) = CheckpointDir.load_state(tmp_path, "buffer")["groups"]
@@ -272,12 +293,12 @@ def test_packed_groups_are_state(tmp_path):
 
 
 @pytest.mark.parametrize("thing", [object(), {1, 2}, np.asarray([object()]), lambda: 0])
-def test_what_is_not_plain_is_refused_with_its_place(tmp_path, thing):
+def test_what_is_not_plain_is_refused_with_its_place(tmp_path: Path, thing: object) -> None:
     with pytest.raises(CheckpointError, match=r"run\.tasks\[1\]"):
         CheckpointDir.save_state(tmp_path, "run", {"tasks": [1, thing]})
 
 
-def test_state_never_builds_what_is_not_a_record_of_ours(tmp_path):
+def test_state_never_builds_what_is_not_a_record_of_ours(tmp_path: Path) -> None:
     CheckpointDir.save_state(tmp_path, "evil", {})
     for name in (
         "os:system",
@@ -293,14 +314,14 @@ def test_state_never_builds_what_is_not_a_record_of_ours(tmp_path):
 @pytest.mark.parametrize(
     "text", ["", "[", '{"$array": 3}', '{"$enum": "raypost.types:Status", "value": "x"}']
 )
-def test_damaged_state_is_refused_by_name(tmp_path, text):
+def test_damaged_state_is_refused_by_name(tmp_path: Path, text: str) -> None:
     CheckpointDir.save_state(tmp_path, "producer", {"a": np.arange(3)})
     (tmp_path / "producer.json").write_text(text)
     with pytest.raises(CheckpointError, match="state 'producer'"):
         CheckpointDir.load_state(tmp_path, "producer")
 
 
-def test_nonsense_arguments_are_refused(tmp_path):
+def test_nonsense_arguments_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="keep must be >= 1, got 0"):
         make_dir(tmp_path, keep=0)
     with pytest.raises(ValueError, match="step must be >= 0, got -1"):

@@ -13,8 +13,7 @@ from typing import Any
 
 import pytest
 import yaml
-from click.testing import Result
-from typer.testing import CliRunner
+from typer.testing import CliRunner, Result
 
 from raypost import cli
 from raypost.errors import ClusterError, ConfigError
@@ -192,7 +191,10 @@ def test_plan_without_cluster_says_so(recipe: Path) -> None:
 
 
 def test_plan_for_a_cluster_file_uses_its_largest_size(recipe: Path, tmp_path: Path) -> None:
-    types = {"head": {"resources": {"CPU": 2}}, "rollout": {"resources": {"CPU": 8}, "max_workers": 4}}
+    types: dict[str, dict[str, Any]] = {
+        "head": {"resources": {"CPU": 2}},
+        "rollout": {"resources": {"CPU": 8}, "max_workers": 4},
+    }
     file = tmp_path / "cluster.yaml"
     file.write_text(
         yaml.safe_dump({"head_node_type": "head", "max_workers": 4, "available_node_types": types})

@@ -106,7 +106,7 @@ def test_good_configuration_is_accepted_and_frozen() -> None:
     config = make_config()
     assert config.max_model_len == 128
     with pytest.raises(ValueError, match="frozen"):
-        config.train.num_steps = 5  # type: ignore[misc]
+        config.train.num_steps = 5
 
 
 def test_all_problems_are_listed_at_once_one_a_line() -> None:

@@ -2,6 +2,7 @@ import json
 import os
 from itertools import islice
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -24,21 +25,21 @@ SMALL = {
 }
 
 
-def entry(expression: str, answer: int) -> dict[str, object]:
+def entry(expression: str, answer: int) -> dict[str, Any]:
     return {"answer": str(answer), "metadata": {"expression": expression}}
 
 
-def test_a_worked_answer_makes_the_sum_one_number_shorter_a_line():
+def test_a_worked_answer_makes_the_sum_one_number_shorter_a_line() -> None:
     assert tiny.worked(entry("4 + 3 - 9 + 5", 3)) == "\n7 - 9 + 5 =\n-2 + 5 =\n3"
     assert tiny.blurted(entry("4 - 9", -5)) == " -5"
 
 
-def test_every_worked_answer_ends_in_the_right_answer():
+def test_every_worked_answer_ends_in_the_right_answer() -> None:
     for problem in islice(tiny.problems(tiny.TinyRecipe(), seed=3), 300):
         assert tiny.worked(problem).split("\n")[-1] == problem["answer"]
 
 
-def test_no_warm_up_problem_is_held_out():
+def test_no_warm_up_problem_is_held_out() -> None:
     assert not any(is_held_out(e["question"]) for e in islice(tiny.problems(tiny.TinyRecipe(), seed=0), 2000))
 
 
@@ -54,23 +55,23 @@ def test_no_warm_up_problem_is_held_out():
         ({"hidden_size": 100}, "must be 32, 64 or 128"),
     ],
 )
-def test_options_that_cannot_work_are_refused(options: dict[str, object], message: str):
+def test_options_that_cannot_work_are_refused(options: dict[str, object], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         check_model(ModelConfig(name="tiny", options=options))
 
 
-def test_options_of_another_model_are_refused():
+def test_options_of_another_model_are_refused() -> None:
     with pytest.raises(ConfigError, match="belong to the model 'tiny'"):
         check_model(ModelConfig(name="some/model", options={"steps": 1}))
 
 
-def test_a_folder_that_does_not_exist_is_refused_and_a_hub_id_is_not(tmp_path: Path):
+def test_a_folder_that_does_not_exist_is_refused_and_a_hub_id_is_not(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="does not exist"):
         check_model(ModelConfig(name=str(tmp_path / "absent")))
     check_model(ModelConfig(name="owner/model"))
 
 
-def test_a_folder_without_configuration_or_without_an_end_token_is_refused(tmp_path: Path):
+def test_a_folder_without_configuration_or_without_an_end_token_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"no config\.json"):
         check_model(ModelConfig(name=str(tmp_path)))
     tiny.build_tokenizer(tiny.TinyRecipe()).save_pretrained(tmp_path)
@@ -83,7 +84,7 @@ def test_a_folder_without_configuration_or_without_an_end_token_is_refused(tmp_p
         check_model(ModelConfig(name=str(tmp_path)))
 
 
-def test_the_model_is_made_once_a_seed_and_its_tokenizer_restores_every_answer(tmp_path: Path):
+def test_the_model_is_made_once_a_seed_and_its_tokenizer_restores_every_answer(tmp_path: Path) -> None:
     model = ModelConfig(name="tiny", options=SMALL)
     folder = Path(resolve_model(model, 0, tmp_path))
     before = (folder / "model.safetensors").stat().st_mtime_ns
@@ -101,13 +102,13 @@ def test_the_model_is_made_once_a_seed_and_its_tokenizer_restores_every_answer(t
     assert len(tokenizer.encode(problem["question"])) == 9
 
 
-def test_the_same_seed_makes_the_same_weights(tmp_path: Path):
+def test_the_same_seed_makes_the_same_weights(tmp_path: Path) -> None:
     model = ModelConfig(name="tiny", options=SMALL)
     files = [Path(resolve_model(model, 4, tmp_path / name)) / "model.safetensors" for name in ("a", "b")]
     assert files[0].read_bytes() == files[1].read_bytes()
 
 
-def test_a_maker_that_fails_leaves_nothing_behind(tmp_path: Path):
+def test_a_maker_that_fails_leaves_nothing_behind(tmp_path: Path) -> None:
     def fail(folder: Path) -> None:
         (folder / "half").write_text("x")
         raise RuntimeError("disk full")
@@ -117,7 +118,7 @@ def test_a_maker_that_fails_leaves_nothing_behind(tmp_path: Path):
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_second_maker_of_the_same_model_keeps_the_first_ones(tmp_path: Path):
+def test_a_second_maker_of_the_same_model_keeps_the_first_ones(tmp_path: Path) -> None:
     target = tmp_path / "model"
 
     def make(folder: Path) -> None:
@@ -131,13 +132,13 @@ def test_a_second_maker_of_the_same_model_keeps_the_first_ones(tmp_path: Path):
 
 def test_smollm2_without_its_package_names_the_extra_to_install(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
+) -> None:
     monkeypatch.setattr(smollm2, "PACKAGE", "no-such-package-here")
     with pytest.raises(ConfigError, match="extra 'smollm2'"):
         check_model(ModelConfig(name="smollm2-135m", cache_dir=tmp_path))
 
 
-def test_ggufs_names_and_row_order_become_transformers():
+def test_ggufs_names_and_row_order_become_transformers() -> None:
     assert smollm2._hf_name("blk.3.attn_q.weight") == "model.layers.3.self_attn.q_proj.weight"
     assert smollm2._hf_name("token_embd.weight") == "model.embed_tokens.weight"
     # Two heads of four rows: GGUF alternates the first and the second half of each head's rows.
