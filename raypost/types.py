@@ -316,14 +316,12 @@ class SyncReport:
 
 @dataclass(slots=True, kw_only=True, frozen=True)
 class WorkerStats:
-    """Current state of one rollout worker. Counters are totals since it started."""
+    """Current state of one rollout worker. `generated_tokens` counts since it started."""
 
     worker: str
     version: int
     running: int
     generated_tokens: int
-    busy_s: float
-    uptime_s: float
 
 
 @dataclass(slots=True, kw_only=True, frozen=True)

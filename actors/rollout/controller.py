@@ -83,7 +83,6 @@ class PoolWorker:
     outstanding: int = 0
     busy_since: float | None = None
     """Since when it works on requests without a pause; None while it does not."""
-    restarts: int = 0
     recovering: asyncio.Task[None] | None = None
     starting: bool = False
     """Whether it may have an engine although it is not UP: it is on its way back."""
@@ -379,7 +378,6 @@ class RolloutController(CallBatches):
             async with self._control:
                 await self._catch_up(worker)
                 worker.state = WorkerState.UP
-                worker.restarts += 1
         finally:
             worker.starting = False
             await self._notify()

@@ -1,16 +1,13 @@
 """EngineGate: which requests are in the engine of one rollout worker, and how a pause stops them.
 
-Owns the gate in front of the engine, the mode of the pause in force and the wait for the requests that it ends, and
-the account of the engine's time: busy is when it works on a request, not when requests lie frozen in it. The way of
-a pause to this place is drawn in raypost/pause.py.
+Owns the gate in front of the engine, the mode of the pause in force and the wait for the requests that it ends. The
+way of a pause to this place is drawn in raypost/pause.py.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-import time
-from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from actors.engine.life import EngineLife
@@ -28,14 +25,12 @@ ABORT_AGAIN_S = 0.2
 class OpenRequests:
     """The requests that one engine was given and has not answered yet."""
 
-    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
-        """`clock`: seconds."""
-        self._clock = clock
+    def __init__(self) -> None:
+        """Begin without a request."""
         self._names: dict[int, str] = {}
         self._count = 0
-        self._frozen = False
-        self._busy_s = 0.0
-        self._busy_since: float | None = None
+        self.frozen = False
+        """Whether the engine stopped with its requests in it."""
         self.idle = asyncio.Event()
         """Set while no request is open, frozen or not."""
         self.idle.set()
@@ -51,40 +46,19 @@ class OpenRequests:
     @property
     def running(self) -> int:
         """How many the engine works on; 0 while frozen."""
-        return 0 if self._frozen else len(self)
-
-    @property
-    def busy_s(self) -> float:
-        """Seconds during which any was running."""
-        since = 0.0 if self._busy_since is None else self._clock() - self._busy_since
-        return self._busy_s + since
+        return 0 if self.frozen else len(self)
 
     def enter(self, name: str) -> int:
         """Count a request in; return the ticket with which it leaves. Names may repeat."""
         self._count += 1
         self._names[self._count] = name
-        self._changed()
+        self.idle.clear()
         return self._count
 
     def leave(self, ticket: int) -> None:
         """Count a request out: it is answered or given up."""
         del self._names[ticket]
-        self._changed()
-
-    def freeze(self, frozen: bool = True) -> None:
-        """Note that the engine has stopped with its requests in it, or goes on."""
-        self._frozen = frozen
-        self._changed()
-
-    def _changed(self) -> None:
-        if self.running and self._busy_since is None:
-            self._busy_since = self._clock()
-        elif not self.running and self._busy_since is not None:
-            self._busy_s = self.busy_s
-            self._busy_since = None
-        if self._names:
-            self.idle.clear()
-        else:
+        if not self._names:
             self.idle.set()
 
 
@@ -120,7 +94,7 @@ class EngineGate:
                     await self._run_out()
                 if self._mode == "keep":
                     await self._life.alive(engine.pause("keep"))
-                    self.requests.freeze()
+                    self.requests.frozen = True
                 else:
                     await self._abort(engine)
         except TimeoutError as error:
@@ -136,7 +110,7 @@ class EngineGate:
     def open(self) -> None:
         """Let requests in: the engine runs again, and so do the frozen ones."""
         self._mode = None
-        self.requests.freeze(False)
+        self.requests.frozen = False
         self.is_open = True
 
     async def _run_out(self) -> None:
@@ -160,7 +134,7 @@ class EngineGate:
     async def _abort(self, engine: RolloutEngine) -> None:
         while True:
             await self._life.alive(engine.pause("abort"))
-            self.requests.freeze(False)
+            self.requests.frozen = False
             try:
                 # A request that passed the gate just before it closed may reach the engine behind the abort,
                 # where it queues until the engine resumes: abort again.

@@ -72,7 +72,6 @@ class RolloutWorker(CallBatches):
         self._gate = EngineGate(name, PauseDeadlines(engine.rollout.pause_timeout_s), self._life)
         self._version = NO_VERSION
         self._generated_tokens = 0
-        self._started_at = time.monotonic()
 
     def __repr__(self) -> str:
         """Return the actor's name."""
@@ -330,6 +329,4 @@ class RolloutWorker(CallBatches):
             version=self._version,
             running=self._gate.requests.running,
             generated_tokens=self._generated_tokens,
-            busy_s=self._gate.requests.busy_s,
-            uptime_s=time.monotonic() - self._started_at,
         )

@@ -111,8 +111,6 @@ class ScriptedWorker(CallBatches):
             version=-1 if self.version is None else self.version,
             running=0 if self.mode == "keep" else self.running,
             generated_tokens=0,
-            busy_s=0.0,
-            uptime_s=0.0,
         )
 
     async def die(self) -> None:

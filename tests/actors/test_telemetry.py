@@ -44,11 +44,7 @@ class Source:
         return spans
 
     async def stats(self) -> list[WorkerStats]:
-        return [
-            WorkerStats(
-                worker=self._name, version=1, running=2, generated_tokens=self._tokens, busy_s=1, uptime_s=2
-            )
-        ]
+        return [WorkerStats(worker=self._name, version=1, running=2, generated_tokens=self._tokens)]
 
     async def counts(self) -> GroupCounts:
         return GroupCounts(sampled=12, trained=10, in_flight=2)

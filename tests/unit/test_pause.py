@@ -35,33 +35,18 @@ def test_an_inner_wait_of_a_pause_ends_before_the_one_around_it(timeout_s: float
     assert waits.run_out_s + waits.resend_s + waits.judge_grace_s < timeout_s
 
 
-class Clock:
-    """Time that a test sets."""
-
-    def __init__(self) -> None:
-        self.now = 0.0
-
-    def __call__(self) -> float:
-        return self.now
-
-
-def test_frozen_requests_are_open_but_neither_running_nor_busy() -> None:
-    clock = Clock()
-    requests = OpenRequests(clock)
+def test_frozen_requests_are_open_but_not_running() -> None:
+    requests = OpenRequests()
     first, second = requests.enter("a"), requests.enter("a")
-    clock.now = 3
-    requests.freeze()
-    assert (len(requests), requests.running, requests.busy_s) == (2, 0, 3)
-    assert not requests.idle.is_set()
-    clock.now = 10
+    assert (len(requests), requests.running) == (2, 2)
+    requests.frozen = True
+    assert (len(requests), requests.running, requests.idle.is_set()) == (2, 0, False)
     requests.leave(first)
-    requests.freeze()
-    requests.freeze(False)
-    clock.now = 11
-    assert (len(requests), requests.running, requests.busy_s) == (1, 1, 4)
+    assert (len(requests), requests.running, requests.idle.is_set()) == (1, 0, False)
+    requests.frozen = False
+    assert requests.running == 1
     requests.leave(second)
-    clock.now = 20
-    assert (requests.running, requests.busy_s, requests.idle.is_set()) == (0, 4, True)
+    assert (requests.running, requests.idle.is_set()) == (0, True)
     requests.leave(requests.enter("b"))
     assert requests.idle.is_set()
 
