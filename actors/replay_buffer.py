@@ -43,8 +43,10 @@ class ReplayBufferActor:
         folder: str | None = None,
         attempt: str = "",
     ) -> None:
-        """`folder` is the journal's; None keeps none. `attempt` names this start of the job: the journal of
-        another one is not continued. Raises CheckpointError if a restarted buffer finds no journal of its own.
+        """Begin, or continue after a death, with the journal in `folder`; None keeps none.
+
+        `attempt` names this start of the job: the journal of another one is not continued. Raises CheckpointError if
+        a restarted buffer finds no journal of its own.
         """
         journal = BufferJournal(Path(folder), attempt) if folder is not None else None
         restarted = ray.get_runtime_context().was_current_actor_reconstructed
@@ -55,43 +57,53 @@ class ReplayBufferActor:
                 "that every node shares"
             )
         _keep_freed_memory()
-        # Records are many, live long and make no cycles: to search them for some takes a tenth of the time.
+        # Groups are many, live long and make no cycles: to search them for some takes a tenth of the time.
         gc.freeze()
         gc.set_threshold(GC_ALLOCATIONS)
         self._buffer = ReplayBuffer(limits, bounds, order, journal)
 
     def __repr__(self) -> str:
+        """Name the actor in logs."""
         return "replay-buffer"
 
     def put(self, packed: PackedGroups, train_step: int) -> list[PutResult]:
-        """See ReplayBuffer.put, as for all the others."""
+        """See ReplayBuffer.put."""
         return _now(self._buffer.put(packed, train_step))
 
     def refresh(self, train_step: int, claim: int = 0) -> list[ExpiredGroup]:
+        """See ReplayBuffer.refresh."""
         return _now(self._buffer.refresh(train_step, claim))
 
     def pop(self, task: str, sources: Sequence[Status], limit: int, claim: int) -> PackedGroups | None:
+        """See ReplayBuffer.pop."""
         return _now(self._buffer.pop(task, sources, limit, claim))
 
     def drop(self, keys: Sequence[GroupKey]) -> None:
+        """See ReplayBuffer.drop."""
         _now(self._buffer.drop(keys))
 
     def reclaim(self) -> tuple[GroupKey, ...]:
+        """See ReplayBuffer.reclaim."""
         return _now(self._buffer.reclaim())
 
     def lease(self, step: int, per_task: dict[str, int]) -> Lease[PackedGroups] | None:
+        """See ReplayBuffer.lease."""
         return _now(self._buffer.lease(step, per_task))
 
     def acknowledge(self, step: int) -> tuple[GroupKey, ...]:
+        """See ReplayBuffer.acknowledge."""
         return _now(self._buffer.acknowledge(step))
 
     def counts(self) -> BufferCounts:
+        """See ReplayBuffer.counts."""
         return _now(self._buffer.counts())
 
     def state_dict(self) -> dict[str, Any]:
+        """See ReplayBuffer.state_dict."""
         return _now(self._buffer.state_dict())
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
+        """See ReplayBuffer.load_state_dict."""
         _now(self._buffer.load_state_dict(state))
 
 
@@ -107,7 +119,7 @@ _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
 
 
 def _now(work: Coroutine[Any, Any, T]) -> T:
-    """What a coroutine that never waits returns."""
+    """Return the result of a coroutine that never waits."""
     try:
         work.send(None)
     except StopIteration as stop:

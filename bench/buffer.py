@@ -1,4 +1,4 @@
-"""Groups a second through the replay buffer's actor, against other queues and buffers for Ray in the same run.
+r"""Groups a second through the replay buffer's actor, against other queues and buffers for Ray in the same run.
 
     python -m bench.buffer --groups 1000 20000
 
@@ -55,7 +55,7 @@ DEADLINE_S = 120.0
 
 
 def payload() -> dict[str, np.ndarray]:
-    """What one group is to every subject: token ids and logprobs, [group_size, num_tokens]."""
+    """Return what one group is to every subject: token ids and logprobs, [group_size, num_tokens]."""
     shape = (GROUP_SIZE, NUM_TOKENS)
     return {"ids": np.full(shape, 7, np.int32), "logprobs": np.full(shape, -0.5, np.float32)}
 
@@ -135,10 +135,10 @@ class Raypost(Subject):
         # Trained: its lease ends while the next one is asked for.
         self.actor.acknowledge.remote(self.step)
         self.step += 1
-        return lease.batch.num_groups
+        return int(lease.batch.num_groups)
 
     def memory(self) -> int:
-        return ray.get(self.actor.memory.remote())
+        return int(ray.get(self.actor.memory.remote()))
 
     def stop(self) -> None:
         ray.kill(self.actor)
@@ -149,7 +149,7 @@ class Raypost(Subject):
 
 
 def packed_batch(count: int) -> PackedGroups:
-    """Groups as they come from agent loops."""
+    """Return groups as they come from agent loops."""
     one, params = payload(), SampleParams(max_tokens=NUM_TOKENS)
     prompt = np.arange(PROMPT_TOKENS, dtype=np.int32)
     groups = []
@@ -264,8 +264,8 @@ class TransferQueue(Subject):
     needs = ("transfer_queue", "tensordict")
 
     def start(self) -> None:
-        import transfer_queue
-        from omegaconf import OmegaConf
+        import transfer_queue  # type: ignore[import-not-found]  # optional
+        from omegaconf import OmegaConf  # type: ignore[import-not-found]  # optional
 
         # Polling: a request that cannot be filled comes back empty, as it does everywhere else here.
         transfer_queue.init(OmegaConf.create({"controller": {"polling_mode": True}}))
@@ -294,7 +294,7 @@ class TransferQueue(Subject):
         data = self.client.get_data(meta)
         assert data["ids"][-1][-1, -1] == 7
         self.client.clear_samples(meta)
-        return meta.size
+        return int(meta.size)
 
     def stop(self) -> None:
         import transfer_queue
@@ -313,7 +313,7 @@ class ProducerActor:
         subject.connect()
 
     def ready(self) -> None:
-        """Returns when the actor is up."""
+        """Return when the actor is up."""
 
     def run(self, first: int, count: int) -> None:
         for start in range(first, first + count, PUT_GROUPS):
@@ -321,7 +321,7 @@ class ProducerActor:
 
 
 def measure(subject: Subject, num_groups: int, take: int) -> dict[str, float]:
-    """Groups a second from the first put to the last take, and how memory grew in between."""
+    """Measure groups a second from the first put to the last take, and how memory grew in between."""
     subject.start()
     producers = [ray.remote(num_cpus=0)(ProducerActor).remote(subject) for _ in range(NUM_PRODUCERS)]
     try:
@@ -377,7 +377,7 @@ def cpu_seconds() -> float:
 
 def private_bytes() -> int:
     """Memory of this process that is its own: pages of the object store belong to all."""
-    return psutil.Process().memory_full_info().uss
+    return int(psutil.Process().memory_full_info().uss)
 
 
 def main() -> None:
@@ -408,8 +408,10 @@ def main() -> None:
 
 
 def table(num_groups: int, args: argparse.Namespace) -> None:
-    """Print one table: every subject at one number of groups. They take turns, so that what else the machine does
-    falls on all of them."""
+    """Print one table: every subject at one number of groups.
+
+    They take turns, so that what else the machine does falls on all of them.
+    """
     subjects: list[Subject] = [Raypost(), RayQueue(), TorchRL(num_groups + WARM_UP_GROUPS), TransferQueue()]
     chosen = [one for one in subjects if not args.only or any(word in one.name for word in args.only)]
     lacks = {

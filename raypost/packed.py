@@ -25,11 +25,7 @@ DENSE = ("prompt_ids", *_RESPONSE)
 _DENSE_TYPES = (np.int32, np.int32, np.float32, np.int32, np.bool_)
 _COLUMN_TYPES = (np.int32, np.int32, np.float32, np.int32, np.bool_, np.int32)
 _FACTS = ("task", "group_id", "status", "num_aborts")
-_DETAILS = tuple(
-    name
-    for name in RolloutState.__slots__  # type: ignore[attr-defined]
-    if name not in (*DENSE, *_FACTS)
-)
+_DETAILS = tuple(name for name in RolloutState.__slots__ if name not in (*DENSE, *_FACTS))
 _STATUSES = tuple(Status)
 _CODES = {status: code for code, status in enumerate(_STATUSES)}
 _RANKED = (Status.COMPLETED, Status.INIT, Status.FILTERED, Status.EXPIRED, Status.ABORTED, Status.FAILED)
@@ -70,6 +66,7 @@ class PackedGroups:
     """[G + 1]"""
 
     def __reduce__(self) -> tuple[Any, ...]:
+        """Pickle large arrays out of band, small ones together."""
         # Every array that travels by itself costs both sides microseconds: small ones go together.
         arrays = arrays_of(self)
         large = [array for array in arrays if array.nbytes > _SMALL_BYTES]
@@ -79,10 +76,12 @@ class PackedGroups:
 
     @property
     def num_groups(self) -> int:
+        """G."""
         return len(self.group_sizes)
 
     @property
     def num_samples(self) -> int:
+        """N."""
         return len(self.status_codes)
 
     @property
@@ -145,7 +144,7 @@ class PackedGroups:
 
 
 def group_statuses(packed: PackedGroups) -> list[Status]:
-    """`types.group_status` of every group."""
+    """Return `types.group_status` of every group."""
     if not packed.num_groups:
         return []
     worst = np.maximum.reduceat(_RANKS[packed.status_codes], group_starts(packed)).tolist()
@@ -153,12 +152,12 @@ def group_statuses(packed: PackedGroups) -> list[Status]:
 
 
 def has_status(packed: PackedGroups, status: Status) -> bool:
-    """Whether a trajectory has that status."""
+    """Return whether a trajectory has that status."""
     return bool((packed.status_codes == _CODES[status]).any())
 
 
 def group_starts(packed: PackedGroups) -> NDArray[np.int64]:
-    """[G], first trajectory of every group."""
+    """Return the first trajectory of every group, [G]."""
     starts = np.zeros(packed.num_groups, np.int64)
     np.cumsum(packed.group_sizes[:-1], out=starts[1:])
     return starts
@@ -168,8 +167,10 @@ def group_starts(packed: PackedGroups) -> NDArray[np.int64]:
 
 
 def pack_groups(groups: Sequence[Group]) -> PackedGroups:
-    """Columnar form of the groups; `unpack_groups` restores equal ones. Raises AlignmentError, and ValueError
-    for a group without members, or with one that names another group."""
+    """Return the columnar form of the groups; `unpack_groups` restores equal ones.
+
+    Raises AlignmentError, and ValueError for a group without members, or with one that names another group.
+    """
     states = [state for group in groups for state in group.states]
     for state in states:
         state.check_aligned()
@@ -219,7 +220,7 @@ def _runs(
 
 
 def unpack_groups(packed: PackedGroups) -> list[Group]:
-    """The groups of a columnar batch. Token arrays are views of the columns, which may be read-only."""
+    """Return the groups of a columnar batch. Token arrays are views of the columns, which may be read-only."""
     groups, n = [], 0
     prompts, responses = packed.prompt_offsets.tolist(), packed.response_offsets.tolist()
     codes, aborts = packed.status_codes.tolist(), packed.num_aborts.tolist()
@@ -252,12 +253,12 @@ def unpack_groups(packed: PackedGroups) -> list[Group]:
 
 
 def split_groups(packed: PackedGroups) -> list[PackedGroups]:
-    """Every group alone, with arrays of its own."""
+    """Return every group alone, with arrays of its own."""
     return [join_groups([slice_groups(packed, g, g + 1)]) for g in range(packed.num_groups)]
 
 
 def slice_groups(packed: PackedGroups, start: int, end: int) -> PackedGroups:
-    """Groups `start` to `end - 1`, at least one; token arrays and details are views."""
+    """Return groups `start` to `end - 1`, at least one; token arrays and details are views."""
     if start == 0 and end == packed.num_groups:
         return packed
     first = int(packed.group_sizes[:start].sum())
@@ -285,7 +286,7 @@ def slice_groups(packed: PackedGroups, start: int, end: int) -> PackedGroups:
 
 
 def group_nbytes(packed: PackedGroups) -> NDArray[np.int64]:
-    """[G], bytes of the token arrays and details of every group."""
+    """Return the bytes of the token arrays and details of every group, [G]."""
     starts = group_starts(packed)
     nbytes = np.diff(packed.detail_offsets)
     for column, offsets in zip(packed.columns, packed.offsets, strict=True):
@@ -295,7 +296,7 @@ def group_nbytes(packed: PackedGroups) -> NDArray[np.int64]:
 
 
 def join_groups(parts: Sequence[PackedGroups]) -> PackedGroups:
-    """All groups of all parts, in their order, in new arrays. Raises ValueError without parts."""
+    """Return all groups of all parts, in their order, in new arrays. Raises ValueError without parts."""
     if not parts:
         raise ValueError("there is nothing to join")
     columns = zip(*(part.columns for part in parts), strict=True)
@@ -332,7 +333,7 @@ _STARTS, _ENDS = slice(None, -1), slice(1, None)
 
 
 def arrays_of(packed: PackedGroups) -> tuple[NDArray[Any], ...]:
-    """All its arrays, of ARRAY_TYPES."""
+    """Return all its arrays, of ARRAY_TYPES."""
     return (
         packed.group_ids,
         packed.group_sizes,
@@ -365,7 +366,7 @@ def _from_parts(
 
 
 def from_arrays(tasks: tuple[str, ...], arrays: Sequence[Any]) -> PackedGroups:
-    """What `arrays_of` was given."""
+    """Return the groups whose arrays `arrays_of` returned."""
     facts, columns, rest = arrays[:4], arrays[4:-5], arrays[-5:]
     return PackedGroups(tasks, *facts, tuple(columns), *rest)  # type: ignore[call-arg]
 
@@ -377,5 +378,5 @@ PADDING = bytes(ALIGNMENT)
 
 
 def padded(length: int) -> int:
-    """Where the next array begins after one that ends at `length`."""
+    """Return where the next array begins after one that ends at `length`."""
     return length + -length % ALIGNMENT

@@ -1,7 +1,7 @@
-"""PackedGroups outside of memory: as bytes for the journal, as plain data for a checkpoint.
+"""PackedGroups on disk: as bytes for the journal, as plain data for a checkpoint.
 
-Owns both forms; the columnar layout itself is packed.py's. Neither runs code that the file brings: the bytes hold
-a group's details unopened, the plain data hold them as values.
+Owns both encodings; the columnar layout itself is packed.py's. Reading either runs no code from the file: the bytes
+hold a group's details unopened, the plain data hold them as values.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from raypost.types import Group, RolloutState
 
 
 def to_buffers(packed: PackedGroups) -> list[memoryview]:
-    """The bytes of `packed` as pieces to be written one after the other: a header, then every array as it is."""
+    """Return the bytes of `packed` as pieces to write one after the other: a header, then every array as it is."""
     arrays = [np.ascontiguousarray(array) for array in arrays_of(packed)]
     meta = json.dumps([packed.tasks, [len(array) for array in arrays]]).encode()
     pieces: list[memoryview] = []
@@ -40,7 +40,7 @@ def to_buffers(packed: PackedGroups) -> list[memoryview]:
 
 
 def from_buffer(data: bytes) -> PackedGroups:
-    """What `to_buffers` wrote; the arrays are views of `data`. Raises ValueError if it is something else."""
+    """Return the groups that `to_buffers` encoded, as views of `data`. Raises ValueError for any other data."""
     try:
         length = int.from_bytes(data[:ALIGNMENT], "little")
         tasks, lengths = json.loads(data[ALIGNMENT : ALIGNMENT + length])
@@ -55,7 +55,7 @@ def from_buffer(data: bytes) -> PackedGroups:
 
 
 def to_plain(packed: PackedGroups) -> dict[str, Any]:
-    """The groups as plain data and arrays, for a checkpoint: reading it runs no code from the file."""
+    """Return the groups as plain data and arrays, for a checkpoint."""
     return {
         "header": packed.header,
         "columns": [*packed.columns[:3], packed.versions, packed.masks],
@@ -65,7 +65,7 @@ def to_plain(packed: PackedGroups) -> dict[str, Any]:
 
 
 def from_plain(plain: dict[str, Any]) -> PackedGroups:
-    """What `to_plain` gave. Raises KeyError, TypeError or ValueError if it is something else."""
+    """Return the groups that `to_plain` encoded. Raises KeyError, TypeError or ValueError for any other data."""
     columns, (prompts, responses) = [np.asarray(one) for one in plain["columns"]], plain["offsets"]
     states = []
     for n, row in enumerate(plain["header"]):
@@ -87,7 +87,7 @@ def from_plain(plain: dict[str, Any]) -> PackedGroups:
 
 
 def equal_plain(left: Any, right: Any) -> bool:
-    """Whether two nested plain data, arrays included, say the same."""
+    """Return whether two nested plain values, arrays included, are equal."""
     if isinstance(left, dict) and isinstance(right, dict):
         return left.keys() == right.keys() and all(equal_plain(left[key], right[key]) for key in left)
     if isinstance(left, list | tuple) and isinstance(right, list | tuple):

@@ -30,7 +30,7 @@ class Expiry:
     """The limits of all tasks, applied."""
 
     def __init__(self, limits: dict[str, TaskLimits]) -> None:
-        """Raises ConfigError for a task that would keep groups that nobody ever generates again."""
+        """Raise ConfigError for a task that would keep groups that are never generated again."""
         for task, one in limits.items():
             if one.max_tries is not None and not one.retry:
                 raise ConfigError(

@@ -27,9 +27,11 @@ class GroupStore:
     """Groups in columnar form."""
 
     def __init__(self) -> None:
+        """Begin without groups."""
         self._places: dict[GroupKey, tuple[_Chunk, int]] = {}
 
     def __len__(self) -> int:
+        """Return the number of groups."""
         return len(self._places)
 
     @property

@@ -124,7 +124,7 @@ class BufferJournal:
             raise
 
     def close(self) -> None:
-        """Give the files back. What was appended is in them already."""
+        """Close the files. What was appended is in them already."""
         for name in ("_data_fd", "_log_fd", "_lock_fd"):
             if getattr(self, name) >= 0:
                 os.close(getattr(self, name))
@@ -143,9 +143,9 @@ class BufferJournal:
     # ---------------------------------------------------------------- writing
 
     def append(self, change: Change, packed: PackedGroups | None = None) -> list[GroupKey]:
-        """Write one change, and then apply it to the state; `packed` are the groups of `change["put"]`, in that
-        order. Returns the groups that ended with it.
+        """Write one change, and then apply it to the state.
 
+        `packed` are the groups of `change["put"]`, in that order. Returns the groups that ended with the change.
         Raises CheckpointError if the disk refuses; then nothing has changed.
         """
         record: dict[str, Any] = {"change": change}
@@ -307,7 +307,7 @@ class BufferJournal:
     # ---------------------------------------------------------------- recovery
 
     def _open_log(self) -> bool:
-        """Read the log; False where there is none, or another attempt's."""
+        """Read the log. Returns whether there is one of this attempt."""
         try:
             data = self._log_path.read_bytes()
         except FileNotFoundError:
@@ -329,8 +329,10 @@ class BufferJournal:
         return True
 
     def recover(self, state: BufferState) -> Iterator[PackedGroups]:
-        """Apply all changes of the log to `state`, which is new; from here on `append` changes it. Yields its
-        groups, read from disk. Raises CheckpointError naming damaged data."""
+        """Apply all changes of the log to `state`, which is new; from here on `append` changes it.
+
+        Yields its groups, read from disk. Raises CheckpointError naming damaged data.
+        """
         self._state = state
         for record in self._records:
             if "change" in record:

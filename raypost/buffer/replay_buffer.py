@@ -45,8 +45,11 @@ class ReplayBuffer:
         order: Order = "stalest_first",
         journal: BufferJournal | None = None,
     ) -> None:
-        """Begins with what `journal` holds. Raises CheckpointError if that is damaged or of other tasks, and
-        ConfigError for limits under which a group would wait forever."""
+        """Begin with what `journal` holds.
+
+        Raises CheckpointError if that is damaged or of other tasks, and ConfigError for limits under which a group
+        would wait forever.
+        """
         self._expiry = Expiry(limits)
         self._bounds = bounds or BufferBounds()
         self._journal = journal
@@ -64,9 +67,11 @@ class ReplayBuffer:
     # ---------------------------------------------------------------- production's side
 
     async def put(self, packed: PackedGroups, train_step: int) -> list[PutResult]:
-        """Store groups, aged at `train_step`; one result each, in order. A known key is replaced and keeps its
-        place in the order; a leased or trained one changes nothing. Raises ConfigError for an unknown task and
-        LedgerError for a key that is there twice; then nothing is stored."""
+        """Store groups, aged at `train_step`; one result each, in order.
+
+        A known key is replaced and keeps its place in the order; a leased or trained one changes nothing. Raises
+        ConfigError for an unknown task and LedgerError for a key that is there twice; then nothing is stored.
+        """
         state, keys = self.state, packed.keys
         for task in set(packed.tasks):
             self._expiry.limits_of(task)
@@ -123,8 +128,11 @@ class ReplayBuffer:
         return StoredGroup(group.key, group.sequence, Status.EXPIRED, oldest, expires_at, nbytes)
 
     async def refresh(self, train_step: int, claim: int = 0) -> list[ExpiredGroup]:
-        """Age everything again at `train_step`; returns what newly expired. Groups that are leased or out do
-        not age. The last `claim`, where it is not 0, asked again gives the same answer."""
+        """Age everything again at `train_step`; returns what newly expired.
+
+        Groups that are leased or out do not age. The last `claim`, where it is not 0, asked again gives the same
+        answer.
+        """
         state = self.state
         if claim and claim == state.expired[0]:
             return state.expired[1]
@@ -152,11 +160,10 @@ class ReplayBuffer:
         return expired
 
     async def pop(self, task: str, sources: Sequence[Status], limit: int, claim: int) -> PackedGroups | None:
-        """Hand out up to `limit` groups to be continued: all of the first status, then the next; the buffer's
-        order within. None if there are none.
+        """Hand out up to `limit` groups to be continued, or None if there are none.
 
-        Claims begin at 1. The last one asked again gives those of its groups that are still out. Raises
-        LedgerError for one before the last.
+        All of the first status go first, then the next; the buffer's order within. Claims begin at 1. The last one
+        asked again gives those of its groups that are still out. Raises LedgerError for one before the last.
         """
         self._expiry.limits_of(task)
         state = self.state
@@ -180,7 +187,9 @@ class ReplayBuffer:
 
     async def reclaim(self) -> tuple[GroupKey, ...]:
         """Take back all popped groups as they were, since nobody holds them any more; claims begin again at 1.
-        Returns their keys; the same ones when repeated before the next pop."""
+
+        Returns their keys; the same ones when repeated before the next pop.
+        """
         if self.state.out or self.state.claim:
             self._commit({"back": True})
         return self.state.reclaimed
@@ -189,11 +198,10 @@ class ReplayBuffer:
 
     async def lease(self, step: int, per_task: dict[str, int]) -> Lease[PackedGroups] | None:
         """Lease exactly that many COMPLETED groups a task in the buffer's order, or None and change nothing.
-        Tokens at or above the task's token threshold are masked in the batch alone.
 
-        Asked again for a step whose lease is open, it returns the same lease. Equally stale groups of a batch
-        stand by task and group_id, so that equal batches are identical however their groups arrived. Raises
-        LedgerError for a step that is acknowledged.
+        Tokens at or above the task's token threshold are masked in the batch alone. Asked again for a step whose lease
+        is open, it returns the same lease. Equally stale groups of a batch stand by task and group_id, so that equal
+        batches are identical however their groups arrived. Raises LedgerError for a step that is acknowledged.
         """
         state = self.state
         if step not in state.leases:
@@ -278,8 +286,10 @@ class ReplayBuffer:
             )
 
     async def state_dict(self) -> dict[str, Any]:
-        """Return everything needed to restore the buffer, as plain data and NumPy arrays. Groups that are out
-        are saved as they were."""
+        """Return everything needed to restore the buffer, as plain data and NumPy arrays.
+
+        Groups that are out are saved as they were.
+        """
         state = self.state
         groups = sorted(state.groups.values(), key=lambda one: one.sequence)
         trained = {
@@ -296,11 +306,11 @@ class ReplayBuffer:
         }
 
     async def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore into an empty buffer. A lease that was open becomes COMPLETED groups again: all steps that the
-        model saved with this state has trained were acknowledged before.
+        """Restore into an empty buffer.
 
-        Repeated before anything else happened, it does nothing. Raises CheckpointError if the buffer is not
-        empty, or the state is damaged or of other tasks.
+        A lease that was open becomes COMPLETED groups again: all steps that the model saved with this state has
+        trained were acknowledged before. Repeated before anything else happened, it does nothing. Raises
+        CheckpointError if the buffer is not empty, or the state is damaged or of other tasks.
         """
         if self.state.restored and equal_plain(
             {**await self.state_dict(), "leased_for": 0}, {**state, "leased_for": 0}

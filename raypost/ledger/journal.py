@@ -68,7 +68,7 @@ class Journal:
 
 
 def _plain(value: Any) -> Any:
-    """A fact that is no plain JSON must not end production."""
+    """Return a JSON value for a fact that is none: it must not end production."""
     if isinstance(value, np.generic | np.ndarray):
         return value.tolist()
     return str(value)
@@ -94,7 +94,7 @@ class JournalReader:
     """
 
     def __init__(self, path: Path) -> None:
-        """Raises OSError if there is no such file."""
+        """Read where the history goes. Raises OSError if there is no such file."""
         self._path = path
         self.first_s: float
         """Time of the first line, seconds since the epoch; 0 in an empty file."""
@@ -107,9 +107,9 @@ class JournalReader:
         self.first_s, self.last_s = (_time_of(raw) for raw in ends)
 
     def lines(self, wanted: Callable[[bytes], bool] | None = None, *, void: bool = False) -> Iterator[Line]:
-        """The lines in the order they were written, those that are void only if asked for.
+        """Yield the lines in the order they were written, those that are void only if asked for.
 
-        `wanted` sees the bytes of a line and saves the time to parse those nobody wants.
+        `wanted` sees the bytes of a line; lines that it refuses are not parsed.
         """
         self.num_damaged = 0
         offset = 0
@@ -132,7 +132,7 @@ class JournalReader:
 
 
 def _decode(raw: bytes) -> dict[str, Any] | None:
-    """The fields of a line; None if it is none that a Journal wrote."""
+    """Return the fields of a line, or None for a damaged one."""
     try:
         fields = json.loads(raw)
         return (
@@ -143,13 +143,15 @@ def _decode(raw: bytes) -> dict[str, Any] | None:
 
 
 def _time_of(raw: bytes) -> float:
-    """Seconds since the epoch; 0 where there is no line."""
+    """Return seconds since the epoch; 0 where there is no line."""
     return float((_decode(raw) or {}).get("time", 0.0))
 
 
 def _scan(path: Path) -> tuple[int, list[tuple[int, int]], tuple[bytes, bytes]]:
-    """(bytes of whole lines, restarts, the first and the last line); a restart: (where its line begins, where
-    the history before it ends)."""
+    """Return (bytes of whole lines, restarts, the first and the last line).
+
+    A restart is (where its line begins, where the history before it ends).
+    """
     restarts, offset, first, last = [], 0, b"", b""
     started, restored = f'"{LedgerEvent.STARTED}"'.encode(), f'"{LedgerEvent.RESTORED}"'.encode()
     for raw in whole_lines(path):
@@ -166,7 +168,7 @@ def _scan(path: Path) -> tuple[int, list[tuple[int, int]], tuple[bytes, bytes]]:
 
 
 def _surviving(restarts: list[tuple[int, int]], end: int) -> tuple[list[int], list[int]]:
-    """Starts and ends of the parts that make the history up to `end`, ascending.
+    """Return starts and ends of the parts that make the history up to `end`, ascending.
 
     Goes backwards: what counts before a restart is what counted when its checkpoint was saved.
     """

@@ -47,10 +47,12 @@ class OrdinalSet:
         self._ends = [end for _, end in pairs]
 
     def __contains__(self, ordinal: int) -> bool:
+        """Return whether the ordinal was added."""
         at = bisect_right(self._starts, ordinal) - 1
         return at >= 0 and ordinal < self._ends[at]
 
     def __len__(self) -> int:
+        """Return the number of ordinals."""
         return sum(self._ends) - sum(self._starts)
 
     def add(self, ordinal: int) -> None:
@@ -72,7 +74,7 @@ class OrdinalSet:
             self._ends.insert(at + 1, ordinal + 1)
 
     def ranges(self) -> list[list[int]]:
-        """(first, last + 1) of every range, ascending."""
+        """Return (first, last + 1) of every range, ascending."""
         return [[start, end] for start, end in zip(self._starts, self._ends, strict=True)]
 
 
@@ -96,7 +98,7 @@ _BUFFERED, _UNTRAINED = (GroupPlace.BUFFERED,), (GroupPlace.IN_FLIGHT, GroupPlac
 
 
 def group_facts(group: Group) -> dict[str, Any]:
-    """What the journal keeps of a group beside its moves, as plain data; what is empty is left out.
+    """Return what the journal keeps of a group beside its moves, as plain data without empty fields.
 
     tokens: response length of every member. versions: response tokens by policy version (-1: no policy's).
     engines: rollout workers of the members' last segments. rewards: of every member. finish: members by
@@ -127,7 +129,7 @@ def group_facts(group: Group) -> dict[str, Any]:
 
 
 def _version_counts(states: Sequence[RolloutState]) -> dict[str, int]:
-    """Response tokens by policy version. A trajectory has few runs of one version, so those are counted."""
+    """Count response tokens by policy version. A trajectory has few runs of one version, so those are counted."""
     versions = np.concatenate([state.policy_versions for state in states])
     if not len(versions):
         return {}
@@ -158,7 +160,7 @@ class Ledger:
     # ---------------------------------------------------------------- transitions
 
     def sampled(self, key: GroupKey) -> None:
-        """A prompt left the dataset; its group is in flight. Raises LedgerError if it ever did before."""
+        """Note that a prompt left the dataset: its group is in flight. Raises LedgerError if it did before."""
         if key in self._live or self._has_ended(key):
             raise LedgerError(f"group {key} was sampled twice: the sampler's position went back")
         self._live[key] = _LiveGroup(GroupPlace.IN_FLIGHT)
@@ -167,17 +169,17 @@ class Ledger:
         self._write(LedgerEvent.SAMPLED, key, {})
 
     def continued(self, key: GroupKey) -> None:
-        """A buffered group is in flight again."""
+        """Note that a buffered group is in flight again."""
         self._place(self._entry(key, _BUFFERED, GroupPlace.IN_FLIGHT), GroupPlace.IN_FLIGHT)
         self._write(LedgerEvent.CONTINUED, key, {})
 
     def stored(self, key: GroupKey, status: Status, **facts: Any) -> None:
-        """A group is in the buffer with `status`: it came from flight, or it changed its status there."""
+        """Note that a group is in the buffer with `status`, from flight or because its status changed there."""
         self._place(self._entry(key, _UNTRAINED, GroupPlace.BUFFERED), GroupPlace.BUFFERED)
         self._write(LedgerEvent.STORED, key, {"status": status.value, **facts})
 
     def dropped(self, key: GroupKey, reason: Status, **facts: Any) -> None:
-        """A group ended untrained: FILTERED, FAILED or EXPIRED."""
+        """Note that a group ended untrained: FILTERED, FAILED or EXPIRED."""
         if reason not in _DROP_EVENTS:
             raise LedgerError(
                 f"group {key} cannot be dropped as {reason}: a reason is one of {', '.join(_DROP_EVENTS)}"
@@ -188,7 +190,7 @@ class Ledger:
         self._end(key, _DROP_EVENTS[reason], facts)
 
     def leased(self, keys: Sequence[GroupKey], step: int, staleness: Sequence[int]) -> None:
-        """These groups are the batch of `step`. Repeated for the same step, nothing changes."""
+        """Note that these groups are the batch of `step`. Repeated for the same step, nothing changes."""
         entries = [
             self._entry(key, (GroupPlace.BUFFERED, GroupPlace.LEASED), LedgerEvent.LEASED) for key in keys
         ]
@@ -251,7 +253,7 @@ class Ledger:
     # ---------------------------------------------------------------- what can be read
 
     def counts(self, buffered: int, in_flight: int) -> GroupCounts:
-        """All counts, with what the buffer and the pending set really hold; `lost` is the difference."""
+        """Return all counts, with what the buffer and the pending set really hold; `lost` is the difference."""
         return GroupCounts(
             sampled=self._sampled,
             trained=self._totals[LedgerEvent.TRAINED],
@@ -263,16 +265,16 @@ class Ledger:
         )
 
     def believed(self) -> GroupCounts:
-        """All counts as the ledger alone knows them: they always add up."""
+        """Return all counts as the ledger alone knows them: they always add up."""
         buffered = self._places[GroupPlace.BUFFERED] + self._places[GroupPlace.LEASED]
         return self.counts(buffered, self._places[GroupPlace.IN_FLIGHT])
 
     def live(self) -> Iterator[tuple[GroupKey, GroupPlace]]:
-        """Every group that has not ended, and where it is."""
+        """Yield every group that has not ended, and where it is."""
         return ((key, entry.place) for key, entry in self._live.items())
 
     def open_leases(self) -> dict[int, Counter[str]]:
-        """Groups a task for every step whose lease is not acknowledged."""
+        """Return the number of groups of each task, for every step whose lease is not acknowledged."""
         return {step: Counter(task for task, _ in keys) for step, keys in self._leases.items()}
 
     # ---------------------------------------------------------------- journal
@@ -288,16 +290,20 @@ class Ledger:
         self._journal.append(line, now_s)
 
     def flush(self) -> None:
-        """Write what happened since the last flush. The journal does so itself while lines come fast; whoever
-        waits for something afterwards calls this before. Raises OSError."""
+        """Write what happened since the last flush. Raises OSError.
+
+        The journal does so itself while lines come fast; call this before waiting for something.
+        """
         if self._journal is not None:
             self._journal.flush()
 
     # ---------------------------------------------------------------- checkpoint
 
     def state_dict(self) -> dict[str, Any]:
-        """Totals, ended groups as ranges, live ones by name, and how far the journal is, which then is on the
-        disk. Refused while groups are in flight."""
+        """Return totals, ended groups as ranges, live ones by name, and the length of the journal on disk.
+
+        Raises LedgerError while groups are in flight.
+        """
         if self._places[GroupPlace.IN_FLIGHT]:
             first = next(key for key, place in self.live() if place is GroupPlace.IN_FLIGHT)
             raise LedgerError(
@@ -313,8 +319,10 @@ class Ledger:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore into an empty ledger. Groups that were leased are buffered again: their step is not part of
-        the model that was saved with this state. Raises CheckpointError."""
+        """Restore into an empty ledger. Raises CheckpointError.
+
+        Groups that were leased are buffered again: their step is not part of the model saved with this state.
+        """
         if self._sampled:
             raise CheckpointError(
                 f"a ledger with {self._sampled} groups cannot be restored over: start with a new one"

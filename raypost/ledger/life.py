@@ -23,7 +23,7 @@ Fields = dict[str, Any]
 
 
 def find_run(run: str, runs_dir: Path = Path("runs")) -> Path:
-    """Folder of a run given by its path, or by its name below `runs_dir`. Raises ConfigError."""
+    """Return the folder of a run given by its path, or by its name below `runs_dir`. Raises ConfigError."""
     candidates = [Path(run).expanduser(), runs_dir / run]
     for folder in candidates:
         if (folder / LEDGER_FILE).is_file():
@@ -62,7 +62,7 @@ class GroupLife:
         return last if last in ENDS else None
 
     def as_dict(self) -> Fields:
-        """Plain data."""
+        """Return plain data."""
         task, group_id = self.key
         return {
             "run": str(self.run_dir),
@@ -76,7 +76,7 @@ class GroupLife:
 
 
 def group_life(run_dir: Path, group: str) -> GroupLife:
-    """The life of the group named `task/7`, or `7` where only one task has such a group.
+    """Return the life of the group named `task/7`, or `7` where only one task has such a group.
 
     Raises ConfigError, naming the nearest ones, if the journal knows no such group.
     """
@@ -118,7 +118,7 @@ def _parse_group(group: str) -> tuple[str | None, int]:
 
 
 def _unknown_group(reader: JournalReader, group: str, task: str | None, group_id: int) -> str:
-    """Why there is no such group: the tasks there are, and the nearest groups."""
+    """Say why there is no such group, with the tasks and the nearest groups that exist."""
     nearest: dict[str, list[int | None]] = {}
     sampled = f'"{LedgerEvent.SAMPLED}"'.encode()
     for fields, _ in reader.lines(lambda raw: sampled in raw):

@@ -1,7 +1,7 @@
 """Summary of all groups of a run, length bias included, made from its ledger's journal, also while the run goes on.
 
-The journal is played through a Ledger, so that what is counted obeys the rules under which it was written: what
-does not add up is named.
+The journal is replayed through a Ledger, so that what is counted obeys the rules under which it was written; moves
+that break them are listed as problems.
 
 Invariant: memory is bounded by the groups that have not ended, never by the length of the journal.
 """
@@ -48,17 +48,20 @@ class GroupStats:
 
     @property
     def tokens_mean(self) -> float | None:
+        """Mean response length."""
         return self.tokens_sum / self.tokens_groups if self.tokens_groups else None
 
     @property
     def staleness_mean(self) -> float | None:
+        """Mean staleness."""
         return self.staleness_sum / self.staleness_groups if self.staleness_groups else None
 
     def as_dict(self) -> Fields:
-        """Plain data."""
+        """Return plain data."""
         return {"groups": self.groups, "tokens_mean": self.tokens_mean, "staleness_mean": self.staleness_mean}
 
     def __iadd__(self, other: GroupStats) -> GroupStats:
+        """Add the groups of another kind."""
         for name in GroupStats.__slots__:
             setattr(self, name, getattr(self, name) + getattr(other, name))
         return self
@@ -66,8 +69,11 @@ class GroupStats:
 
 @dataclass(slots=True, kw_only=True, frozen=True)
 class LengthBias:
-    """Response lengths of what age took away, against what was trained. `ratio` compares within each task: above
-    1, long answers are lost more often, and what is trained is biased towards short ones."""
+    """Response lengths of groups lost to age, against those that were trained.
+
+    `ratio` compares within each task: above 1, long answers are lost more often, and training is biased towards
+    short ones.
+    """
 
     trained: GroupStats
     dropped: GroupStats
@@ -86,7 +92,7 @@ class LengthBias:
         return self.num_expired / total if total else 0.0
 
     def as_dict(self) -> Fields:
-        """Plain data."""
+        """Return plain data."""
         parts = {"trained": self.trained, "dropped": self.dropped, "regenerated": self.regenerated}
         found: Fields = {
             name: {"groups": one.groups, "tokens_mean": one.tokens_mean} for name, one in parts.items()
@@ -95,7 +101,7 @@ class LengthBias:
 
 
 def length_bias(tasks: dict[str, dict[str, GroupStats]]) -> LengthBias:
-    """Length bias of these tasks together. A task of which nothing was trained has no say in the ratio."""
+    """Return the length bias of these tasks together. A task without trained groups does not enter the ratio."""
     total = {name: GroupStats() for name in (LedgerEvent.TRAINED, LedgerEvent.EXPIRED, REGENERATED)}
     lost, expected = 0.0, 0.0
     for kinds in tasks.values():
@@ -131,10 +137,11 @@ class LedgerSummary:
 
     @property
     def length_bias(self) -> LengthBias:
+        """Length bias of all tasks together."""
         return length_bias(self.tasks)
 
     def as_dict(self) -> Fields:
-        """Plain data."""
+        """Return plain data."""
         return {
             "run": str(self.run_dir),
             "groups": self.counts.as_dict(),
@@ -177,7 +184,7 @@ class _Known:
 
 
 class _Replay:
-    """Plays a journal, line by line, through a ledger."""
+    """Replays a journal, line by line, through a ledger."""
 
     def __init__(self) -> None:
         self.ledger = Ledger()
@@ -196,7 +203,7 @@ class _Replay:
         }
 
     def play(self, fields: Fields) -> None:
-        """Apply one line; what the ledger refuses is a problem of the journal, and changes nothing."""
+        """Apply one line; a move that the ledger refuses is a problem of the journal, and changes nothing."""
         event = fields["event"]
         try:
             if event in self._moves:
@@ -284,7 +291,7 @@ class _Replay:
 
 
 def _learn(known: _Known, fields: Fields) -> None:
-    """Take over the figures a line has."""
+    """Update a group's figures from a line."""
     tokens = fields.get("tokens")
     if isinstance(tokens, list) and tokens:
         known.tokens = sum(tokens) / len(tokens)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -107,11 +108,12 @@ def test_forbidden_transitions_are_named() -> None:
     with pytest.raises(LedgerError, match="cannot be dropped as"):
         ledger.dropped(key(0), Status.COMPLETED)
     ledger.dropped(key(0), Status.FAILED)
-    for transition in (
+    transitions: tuple[Callable[[], None], ...] = (
         lambda: ledger.continued(key(0)),
         lambda: ledger.stored(key(0), Status.COMPLETED),
         lambda: ledger.dropped(key(0), Status.FAILED),
-    ):
+    )
+    for transition in transitions:
         with pytest.raises(LedgerError, match="ended already"):
             transition()
 
@@ -326,7 +328,7 @@ class LedgerMachine(RuleBasedStateMachine):
     )
     def move(self, move: str, group_id: int, step: int) -> None:
         one = key(group_id)
-        moves = {
+        moves: dict[str, Callable[[], None]] = {
             "sampled": lambda: self.ledger.sampled(one),
             "continued": lambda: self.ledger.continued(one),
             "stored": lambda: self.ledger.stored(one, Status.COMPLETED),

@@ -8,6 +8,8 @@ import asyncio
 import pickle
 from dataclasses import replace
 from itertools import product
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -489,7 +491,7 @@ def test_leased_groups_count_towards_the_bound_in_groups() -> None:
 # ---------------------------------------------------------------- checkpoint
 
 
-def test_restored_buffer_gives_the_same_groups_in_the_same_order(tmp_path) -> None:
+def test_restored_buffer_gives_the_same_groups_in_the_same_order(tmp_path: Path) -> None:
     buffer, other = make(), make()
     put(buffer, *(group(n, [v], [v, 3]) for n, v in enumerate([2, 0, 1, 0])), train_step=3)
     put(buffer, group(4, [2], status=ABORTED), train_step=3)
@@ -563,7 +565,8 @@ def test_bad_restores_are_refused() -> None:
         now(buffer.load_state_dict(state))
     with pytest.raises(CheckpointError, match="has tasks"):
         now(ReplayBuffer({"x": TaskLimits(1)}).load_state_dict(state))
-    for damaged in ({"status": []}, {"groups": {"header": []}}, {"trained": 3}):
+    changes: tuple[dict[str, Any], ...] = ({"status": []}, {"groups": {"header": []}}, {"trained": 3})
+    for damaged in changes:
         with pytest.raises(CheckpointError, match="damaged"):
             now(make().load_state_dict({**state, **damaged}))
 
@@ -603,7 +606,8 @@ def test_cut_and_joined_groups_are_the_same_and_own_their_arrays() -> None:
 
 @pytest.mark.parametrize("tokens", [1, 5000])
 def test_pickled_groups_are_the_same_and_their_long_columns_travel_beside_them(tokens: int) -> None:
-    packed, beside = pack_groups([group(0, [0] * tokens, []), group(1, [1])]), []
+    packed = pack_groups([group(0, [0] * tokens, []), group(1, [1])])
+    beside: list[pickle.PickleBuffer] = []
     inside = pickle.dumps(packed, 5, buffer_callback=beside.append)
     assert same_bytes(pickle.loads(inside, buffers=beside), packed)
     assert len(beside) == (2 if tokens > 1 else 0) and len(inside) < 20_000

@@ -65,7 +65,9 @@ class Model:
         found = []
         for state in one.states:
             oldest = oldest_version(state)
-            old = oldest is not None and staleness_of(oldest, step) >= self.limits.stale_threshold
+            threshold = self.limits.stale_threshold
+            assert threshold is not None
+            old = oldest is not None and staleness_of(oldest, step) >= threshold
             bound = self.limits.token_stale_threshold
             trained = [int(v) for v, m in zip(state.policy_versions, state.response_mask, strict=True) if m]
             masked = bound is not None and trained and all(staleness_of(v, step) >= bound for v in trained)
@@ -298,7 +300,7 @@ class BufferMachine(RuleBasedStateMachine):
         self.begins()
         lease = now(self.buffer.lease(self.step, wanted))
         if self.step not in self.model.leases:
-            chosen = []
+            chosen: list[GroupKey] = []
             for task, count in wanted.items():
                 waiting = self.model.stored(task, Status.COMPLETED)
                 fresh = [
@@ -306,10 +308,10 @@ class BufferMachine(RuleBasedStateMachine):
                     for k in waiting
                     if not any(self.model.expired_members(self.model.groups[k].group, self.step))
                 ]
-                chosen += fresh[:count] if len(fresh) >= count else [None]
-            if None in chosen:
-                assert lease is None
-                return
+                if len(fresh) < count:
+                    assert lease is None
+                    return
+                chosen += fresh[:count]
             self.model.leases[self.step] = chosen
             for key in chosen:
                 self.model.groups[key].place = "leased"
