@@ -13,13 +13,18 @@ from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Final, get_args
 
-from raypost.types import Span
+from raypost.types import Span, SpanKind
 
-ROLLOUT, TRAIN, SYNC, EVALUATE = "rollout", "train", "sync", "evaluate"
-WAIT, PAUSE, CHECKPOINT = "wait", "pause", "checkpoint"
-KINDS = (ROLLOUT, TRAIN, SYNC, EVALUATE, WAIT, PAUSE, CHECKPOINT)
-"""Every kind of span."""
+ROLLOUT: Final = "rollout"
+TRAIN: Final = "train"
+SYNC: Final = "sync"
+EVALUATE: Final = "evaluate"
+WAIT: Final = "wait"
+PAUSE: Final = "pause"
+CHECKPOINT: Final = "checkpoint"
+KINDS: tuple[SpanKind, ...] = get_args(SpanKind)
 
 MERGE_GAP_S = 0.005
 MAX_SPANS = 20_000
@@ -27,7 +32,7 @@ MAX_SPANS = 20_000
 
 @dataclass(slots=True)
 class _Open:
-    kind: str
+    kind: SpanKind
     start_s: float
     end_s: float
 
@@ -48,7 +53,7 @@ class SpanLog:
         self._merge_gap_s = merge_gap_s
         self._max_spans = max_spans
         self._spans: deque[_Open] = deque()
-        self._last: dict[str, _Open] = {}
+        self._last: dict[SpanKind, _Open] = {}
         self._lock = threading.Lock()
         self.dropped = 0
         """Spans lost because nobody drained them in time."""
@@ -58,7 +63,7 @@ class SpanLog:
         return len(self._spans)
 
     @contextmanager
-    def span(self, kind: str) -> Iterator[None]:
+    def span(self, kind: SpanKind) -> Iterator[None]:
         """Record the block as one span of `kind`, also when it raises."""
         start_s, start = time.time(), time.monotonic()
         try:
@@ -67,7 +72,7 @@ class SpanLog:
             # The wall clock may be set back meanwhile; a duration never is.
             self.add(kind, start_s, start_s + time.monotonic() - start)
 
-    def add(self, kind: str, start_s: float, end_s: float) -> None:
+    def add(self, kind: SpanKind, start_s: float, end_s: float) -> None:
         """Record one span (seconds since the epoch). Raises ValueError for an unknown kind."""
         if kind not in KINDS:
             raise ValueError(f"span kind {kind!r} is unknown, use one of {', '.join(KINDS)}")

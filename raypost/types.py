@@ -324,13 +324,16 @@ class WorkerStats:
     generated_tokens: int
 
 
+SpanKind = Literal["rollout", "train", "sync", "evaluate", "wait", "pause", "checkpoint"]
+"""What an actor is busy with."""
+
+
 @dataclass(slots=True, kw_only=True, frozen=True)
 class Span:
     """A time interval of one actor, in seconds since the epoch."""
 
     actor: str
-    kind: str
-    """One of "rollout", "train", "sync", "evaluate", "wait", "pause", "checkpoint"."""
+    kind: SpanKind
     start_s: float
     end_s: float
 

@@ -13,10 +13,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from raypost.spans import EVALUATE, ROLLOUT, SYNC, TRAIN
-from raypost.types import Span
+from raypost.types import Span, SpanKind
 
 Intervals_N2 = NDArray[np.float64]
-SpanTable = dict[tuple[str, str], Intervals_N2]
+SpanTable = dict[tuple[str, SpanKind], Intervals_N2]
 """(actor, kind) -> its intervals, as a union."""
 
 
@@ -61,13 +61,13 @@ def length_s(intervals: Intervals_N2) -> float:
 
 def span_table(spans: Iterable[Span]) -> SpanTable:
     """Collect spans by actor and kind."""
-    lists: dict[tuple[str, str], array[float]] = {}
+    lists: dict[tuple[str, SpanKind], array[float]] = {}
     for span in spans:
         lists.setdefault((span.actor, span.kind), array("d")).extend((span.start_s, span.end_s))
     return {key: union(np.asarray(flat).reshape(-1, 2)) for key, flat in lists.items()}
 
 
-def any_busy(table: SpanTable, kind: str) -> Intervals_N2:
+def any_busy(table: SpanTable, kind: SpanKind) -> Intervals_N2:
     """Return when at least one actor had a span of `kind`."""
     parts = [intervals for (_, of_kind), intervals in table.items() if of_kind == kind]
     return union(np.concatenate([np.empty((0, 2)), *parts]))
@@ -94,7 +94,9 @@ def training_windows(table: SpanTable, sessions: Sequence[tuple[float, float]]) 
     return union(np.asarray(windows, np.float64))
 
 
-def idle_fraction(table: SpanTable, kind: str, windows: Intervals_N2, num_actors: int = 0) -> float | None:
+def idle_fraction(
+    table: SpanTable, kind: SpanKind, windows: Intervals_N2, num_actors: int = 0
+) -> float | None:
     """Return the share of the windows in which an actor had no span of `kind`, as the mean over the actors.
 
     An engine is in "rollout" while it has at least one request, those of an evaluation included. `num_actors`: how

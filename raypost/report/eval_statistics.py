@@ -7,7 +7,7 @@ Pure functions over plain data; responses are generated and judged elsewhere.
 The sampling unit is the prompt: responses to one prompt resemble each other, so an interval comes from how prompts
 differ, never from the number of responses alone. Tasks are chosen, not sampled: the interval over all of them
 combines theirs. A response that failed is counted and never scored; a prompt without enough scored responses for a
-statistic is no part of it.
+statistic is left out of it.
 """
 
 from __future__ import annotations

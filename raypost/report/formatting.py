@@ -21,7 +21,7 @@ GROUP_MEANINGS = {
 
 
 def number(value: float | None, digits: int = 3) -> str:
-    """`digits` significant digits, without an exponent where it can be helped; a dash for None."""
+    """Write a number with `digits` significant digits, without an exponent where it can be helped; a dash for None."""
     if value is None or not math.isfinite(value):
         return MISSING
     if value == 0:
@@ -34,12 +34,12 @@ def number(value: float | None, digits: int = 3) -> str:
 
 
 def count(value: int | None) -> str:
-    """With commas between thousands."""
+    """Write a number with commas between thousands."""
     return MISSING if value is None else f"{value:,}"
 
 
 def seconds(value: float | None) -> str:
-    """45 ms, 0.71 s, 12.3 s, 3 min 12 s, 2 h 05 min."""
+    """Write a duration: 45 ms, 0.71 s, 12.3 s, 3 min 12 s, 2 h 05 min."""
     if value is None or not math.isfinite(value):
         return MISSING
     if value < 0.0995:
@@ -55,12 +55,12 @@ def seconds(value: float | None) -> str:
 
 
 def clock(value: float | None) -> str:
-    """00:05, 03:12, 2:05:00."""
+    """Write a time that is left: 00:05, 03:12, 2:05:00."""
     return MISSING if value is None else str(timedelta(seconds=max(0, round(value)))).removeprefix("0:")
 
 
 def percent(fraction: float | None) -> str:
-    """34 %, or 0.4 % below one."""
+    """Write a fraction: 34 %, or 0.4 % below one."""
     if fraction is None or not math.isfinite(fraction):
         return MISSING
     value = 100 * fraction
@@ -68,7 +68,7 @@ def percent(fraction: float | None) -> str:
 
 
 def size(nbytes: float | None) -> str:
-    """Bytes as MB or GB, powers of ten."""
+    """Write bytes as MB or GB, powers of ten."""
     if nbytes is None:
         return MISSING
     return f"{nbytes / 1e9:.2f} GB" if nbytes >= 1e9 else f"{nbytes / 1e6:.0f} MB"
@@ -80,7 +80,7 @@ def bound(value: int | None) -> str:
 
 
 def change(before: float | None, after: float | None) -> str:
-    """+0.56, or nothing unless both are known."""
+    """Write a difference: +0.56, or nothing unless both are known."""
     return "" if before is None or after is None else f"{after - before:+.2f}"
 
 
@@ -90,22 +90,22 @@ def moment(iso: str) -> str:
 
 
 def score(value: float | None) -> str:
-    """Two decimals."""
+    """Write a score with two decimals."""
     return MISSING if value is None else f"{value:.2f}"
 
 
 def interval(bounds: Sequence[float] | None) -> str:
-    """Such as [0.55, 0.69]; nothing for None."""
+    """Write an interval, such as [0.55, 0.69]; nothing for None."""
     return "" if bounds is None else f"[{score(bounds[0])}, {score(bounds[1])}]"
 
 
 def with_interval(value: float | None, bounds: Sequence[float] | None) -> str:
-    """Such as 0.62 [0.55, 0.69], or the score alone."""
+    """Write a score and its interval, such as 0.62 [0.55, 0.69], or the score alone."""
     return f"{score(value)} {interval(bounds)}".rstrip()
 
 
 def length_bias(bias: Mapping[str, Any]) -> str:
-    """Length bias in a sentence, from `LengthBias.as_dict()`."""
+    """Describe length bias in a sentence, from `LengthBias.as_dict()`."""
     kinds = (("dropped", "dropped"), ("regenerated", "generated again"), ("trained", "trained"))
     parts = [
         f"{count(bias[kind]['groups'])} {name} ({number(bias[kind]['tokens_mean'])} tokens)"

@@ -72,7 +72,7 @@ def _notes(report: Mapping[str, Any]) -> str:
 
 
 def _tiles(report: Mapping[str, Any]) -> list[tuple[str, str, str, bool]]:
-    """(label, figure, small print, whether it is bad)."""
+    """Return (label, figure, small print, whether it is bad) of each tile."""
     groups, limit, worst = report["groups"], report["staleness_bound"], report["staleness_max"]
     before, after = report["eval_before"], report["eval_after"]
     learnt = score(after) if before is None else f"{score(before)} → {score(after)}"

@@ -52,7 +52,7 @@ class RunDisplay:
     """Live progress of one run. Use from one thread."""
 
     def __init__(self, config: Config, tty: bool | None = None, out: TextIO | None = None) -> None:
-        """`tty` None: whether `out` (standard output by default) is a terminal."""
+        """Show nothing yet. `tty` None: whether `out` (standard output by default) is a terminal."""
         self._config = config
         self._out = out or sys.stdout
         self._tty = self._out.isatty() if tty is None else tty

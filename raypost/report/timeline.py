@@ -14,6 +14,7 @@ from raypost.report.colours import GREY, INK, KIND_COLOURS, LIGHT, PALE
 from raypost.report.formatting import percent
 from raypost.report.record import RunRecord
 from raypost.spans import CHECKPOINT, EVALUATE, PAUSE, ROLLOUT, SYNC, TRAIN, WAIT
+from raypost.types import SpanKind
 
 STEPS_IN_ZOOM = 24
 MAX_ROWS = 20
@@ -21,7 +22,7 @@ MAX_BARS = 400
 """A row with more intervals is drawn as its busy share in each of BINS slices of time."""
 BINS = 500
 
-_ORDER = (ROLLOUT, TRAIN, SYNC, EVALUATE, PAUSE, CHECKPOINT, WAIT)
+_ORDER: tuple[SpanKind, ...] = (ROLLOUT, TRAIN, SYNC, EVALUATE, PAUSE, CHECKPOINT, WAIT)
 _SHARES = {
     "both": ("training and rollout at once", INK),
     "train": ("training alone", KIND_COLOURS[TRAIN]),
@@ -130,7 +131,7 @@ def _rows(record: RunRecord, window: Window) -> tuple[list[str], int]:
 
     They stand by what they mainly do, then by name.
     """
-    totals: dict[str, dict[str, float]] = {}
+    totals: dict[str, dict[SpanKind, float]] = {}
     for (actor, kind), spans in record.spans.items():
         if len(within := intersect(spans, np.array([window]))):
             totals.setdefault(actor, {})[kind] = length_s(within)
