@@ -32,8 +32,10 @@ class WeightBroadcaster:
         canary_ids: IntArray,
         offload: bool = False,
     ) -> None:
-        """`offload`: trainer and engines share devices, so what was published leaves the trainer's before it is
-        loaded."""
+        """Broadcast weights from `trainer` to `controller`.
+
+        `offload`: trainer and engines share devices, so the trainer leaves its devices before the engines load.
+        """
         self._trainer = trainer
         self._controller = controller
         self._sync = sync
@@ -45,6 +47,7 @@ class WeightBroadcaster:
         self._spans = SpanLog("broadcaster")
 
     def __repr__(self) -> str:
+        """Return the name that logs and errors use."""
         return "weight-broadcaster"
 
     async def broadcast(self, version: int) -> SyncReport:
@@ -101,7 +104,7 @@ class WeightBroadcaster:
         return worst
 
     async def drain_spans(self) -> list[Span]:
-        """Syncs since the last call."""
+        """Return the syncs since the last call."""
         return self._spans.drain()
 
 

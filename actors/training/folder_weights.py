@@ -22,12 +22,14 @@ class FolderWeights:
     """A WeightSource whose weights never change."""
 
     def __init__(self, config: Config, folder: str) -> None:
+        """Publish the weights of `folder`; nothing is loaded yet."""
         self._config = config
         self._folder = folder
         self._loaded: FolderModel | None = None
         self._buckets: list[ray.ObjectRef] = []
 
     def __repr__(self) -> str:
+        """Return the name that logs and errors use."""
         return "folder-weights"
 
     @property
@@ -42,14 +44,14 @@ class FolderWeights:
         return self._loaded
 
     def publish(self, version: int) -> tuple[Manifest, list[ray.ObjectRef]]:
-        """The folder's weights as `version`, in the object store."""
+        """Put the folder's weights into the object store; return their manifest and refs of their buckets."""
         manifest, buckets = pack(version, self._model.weights(), self._config.train.bucket_mb * 2**20)
         self._buckets = [ray.put(bucket) for bucket in buckets]
         return manifest, self._buckets
 
     def canary(self, token_ids: IntArray) -> FloatArray:
-        """Logprob of every token but the first, at temperature 1."""
+        """Return the logprob of every token but the first, at temperature 1."""
         return self._model.canary_logprobs(token_ids)
 
     def offload(self) -> None:
-        """Nothing: it is on no device that engines use."""
+        """Do nothing: the model is on no device that engines use."""

@@ -44,9 +44,11 @@ class TrainerGroup:
         critic: TrainerGroup | None = None,
         reference: Reference | None = None,
     ) -> None:
-        """`workers`: actors of TrainerWorker in the order of their ranks. `critic`: started, saved and trained with
-        the policy; its workers are of kind `critic`. `reference`: started with the policy and asked in its ranks'
-        stead, where `train.loss.kl.pool` says so."""
+        """Make one trainer of `workers`, actors of TrainerWorker in the order of their ranks.
+
+        `critic`: started, saved and trained with the policy; its workers are of kind `critic`. `reference`: started
+        with the policy, and computes the reference's logprobs if `train.loss.kl.pool` is set.
+        """
         if len(workers) != config.train.num_workers:
             raise ValueError(f"{len(workers)} workers, but train.num_workers is {config.train.num_workers}")
         self.workers = list(workers)
@@ -57,6 +59,7 @@ class TrainerGroup:
         self._step = 0
 
     def __repr__(self) -> str:
+        """Return the name that logs and errors use."""
         return "trainer"
 
     @property
@@ -70,7 +73,7 @@ class TrainerGroup:
         return self._critic
 
     async def start(self) -> list[dict[str, Any]]:
-        """Bring all ranks together and build their engines; returns what each says about itself."""
+        """Bring all ranks together and build their engines; return what each says about itself."""
         reference = _nothing() if self._reference is None else self._reference.start()
         infos: list[dict[str, Any]]
         _, infos = await asyncio.gather(reference, self._start())
@@ -98,7 +101,10 @@ class TrainerGroup:
         return metrics
 
     async def _fit_call_by_call(self, batch_ref: ray.ObjectRef, step: int) -> dict[str, float]:
-        """The calls of a step, one by one. A critic that trained before the policy failed trains this step once."""
+        """Make the calls of a step one by one.
+
+        If the critic trained and then the policy failed, a repeat of the step does not train the critic again.
+        """
         critic = self._critic
         values = await critic.compute_values(batch_ref) if critic is not None else None
         old, ref = await asyncio.gather(
@@ -117,18 +123,20 @@ class TrainerGroup:
     # ---------------------------------------------------------------- a step spelled out; all are refs
 
     async def compute_old_logprobs(self, batch_ref: ray.ObjectRef) -> ray.ObjectRef:
-        """Logprobs of the batch's trained tokens under the current weights, temperature and cuts as sampled."""
+        """Return logprobs of the batch's trained tokens under the current weights, temperature and cuts as sampled."""
         return await self._result("compute_old_logprobs", batch_ref)
 
     async def compute_ref_logprobs(self, batch_ref: ray.ObjectRef) -> ray.ObjectRef:
-        """The same under the frozen reference. Raises ValueError without one."""
+        """Return the same under the frozen reference. Raises ValueError without one."""
         if self._reference is not None:
             return await self._reference.compute_ref_logprobs(batch_ref)
         return await self._result("compute_ref_logprobs", batch_ref)
 
     async def compute_values(self, batch_ref: ray.ObjectRef) -> ray.ObjectRef:
-        """The critic's value at each trained token, and after those that were cut off; of a group whose workers are a
-        critic."""
+        """Return the critic's value at each trained token, and after tokens at which a trajectory was cut off.
+
+        The workers of this group must be a critic's.
+        """
         return await self._result("compute_values", batch_ref)
 
     async def compute_advantages(
@@ -138,7 +146,7 @@ class TrainerGroup:
         ref_logprobs: ray.ObjectRef | None = None,
         values: ray.ObjectRef | None = None,
     ) -> ray.ObjectRef:
-        """Advantages of the batch's tokens, and with values the critic's returns."""
+        """Return advantages of the batch's tokens, and with values the critic's returns."""
         return await self._result(
             "compute_advantages", batch_ref, old_logprobs, ref_logprobs, values, ranks=1
         )
@@ -152,9 +160,9 @@ class TrainerGroup:
         *,
         step: int | None = None,
     ) -> dict[str, float]:
-        """The policy's optimizer steps on a batch; returns metrics. `step`: as with `fit`.
+        """Make the policy's optimizer steps on a batch; return metrics. `step`: as with `fit`.
 
-        `TrainConfig.needs_old_logprobs` and `needs_ref_logprobs` say which refs there must be.
+        `TrainConfig.needs_old_logprobs` and `needs_ref_logprobs` say which refs are required.
         """
         step = self._step + 1 if step is None else step
         metrics: dict[str, float]
@@ -170,8 +178,10 @@ class TrainerGroup:
         *,
         step: int | None = None,
     ) -> dict[str, float]:
-        """The critic's optimizer steps on a batch; `values`: what `compute_values` gave. Returns metrics under names
-        that the policy's do not have."""
+        """Make the critic's optimizer steps on a batch; return metrics under names that the policy's do not have.
+
+        `values`: what `compute_values` returned.
+        """
         step = self._step + 1 if step is None else step
         metrics = (await self._each("train_values", batch_ref, step, advantages, values))[0]
         self._step = step
@@ -180,13 +190,13 @@ class TrainerGroup:
     # ---------------------------------------------------------------- weights and state
 
     async def publish(self, version: int) -> tuple[Manifest, list[ray.ObjectRef]]:
-        """The weights as `version`, in the object store: their manifest and the refs of their buckets."""
+        """Put the weights into the object store as `version`; return their manifest and the refs of their buckets."""
         manifest: Manifest
         manifest, buckets = (await self._each("publish", version))[0]
         return manifest, buckets
 
     async def canary(self, token_ids: IntArray) -> FloatArray:
-        """Logprob of every token but the first under the current weights, temperature 1."""
+        """Return the logprob of every token but the first under the current weights, at temperature 1."""
         logprobs: FloatArray = (await self._each("canary_logprobs", token_ids))[0]
         return logprobs
 
@@ -197,7 +207,7 @@ class TrainerGroup:
             await self._critic.save(Path(path) / _CRITIC)
 
     async def load(self, path: Path | str) -> int:
-        """Restore what `save` wrote; returns the step it was saved after. Raises CheckpointError."""
+        """Restore what `save` wrote; return the step after which it was saved. Raises CheckpointError."""
         if self._critic is not None:
             await self._critic.load(Path(path) / _CRITIC)
         steps = await self._each("load", str(path))
@@ -205,19 +215,23 @@ class TrainerGroup:
         return self._step
 
     async def save_hf(self, path: Path | str, ema: bool = False) -> None:
-        """Write the model and its tokenizer as a Hugging Face folder; `ema`: with the moving average of its weights,
-        which `train.ema_decay` keeps."""
+        """Write the model and its tokenizer as a Hugging Face folder.
+
+        `ema`: with the moving average of its weights, which `train.ema_decay` keeps.
+        """
         await self._each("save_hf", str(path), ema)
 
     async def offload(self) -> None:
-        """Lend the devices of all ranks, the critic's too, to others; see TrainerWorker. Until `reload` everything is
-        refused that needs a model: steps, publications, checkpoints."""
+        """Free the devices of all ranks, the critic's included, for other processes; see TrainerWorker.
+
+        Until `reload`, calls that need a model (steps, publications, checkpoints) are refused.
+        """
         if self._critic is not None:
             await self._critic.offload()
         await self._each("offload")
 
     async def reload(self) -> None:
-        """Take the devices back, whoever used them meanwhile: engines must sleep."""
+        """Take the devices back. Engines that used them meanwhile must sleep."""
         if self._critic is not None:
             await self._critic.reload()
         await self._each("reload")
@@ -236,12 +250,12 @@ class TrainerGroup:
                 ray.kill(worker)
 
     async def _each(self, method: str, *args: Any, timeout_s: float | None = None) -> list[Any]:
-        """Call all ranks at once and return their answers in order; fails as `_wait` does."""
+        """Call a method of all ranks at once and return their answers in order; fails as `_wait` does."""
         calls = [getattr(worker, method).remote(*args) for worker in self.workers]
         return await self._wait(method, calls, self._timeout_s if timeout_s is None else timeout_s)
 
     async def _result(self, method: str, *args: Any, ranks: int | None = None) -> ray.ObjectRef:
-        """Call the first `ranks` ranks, or all, at once; rank 0's second return, as a ref, once all are through."""
+        """Call the first `ranks` ranks, or all, at once; return the ref of rank 0's second return once all are done."""
         calls = [
             getattr(worker, method).options(num_returns=2).remote(*args) for worker in self.workers[:ranks]
         ]
@@ -277,4 +291,4 @@ async def _answer(ref: ray.ObjectRef) -> Any:
 
 
 async def _nothing() -> None:
-    """What a step does not need."""
+    """Stand for a call that a step does not need."""

@@ -4,7 +4,7 @@ Owns the rank's environment and process group, its time log, and the lifetime of
 computes is raypost.trainer's. It imports torch and deepspeed in `setup`, in its own process.
 
 Invariants: all ranks get the same calls in the same order, since most are collectives; at most two publications
-are alive, the last one and the one being made, beside the base weights that adapters are added to.
+are alive, the last one and the one being made, besides the base weights that adapters are added to.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class TrainerWorker:
     """One rank. Everything but `drain_spans` runs on one thread, in the order of the calls."""
 
     def __init__(self, config: Config, model_path: str, rank: int, kind: Kind = "policy") -> None:
-        """A critic's `config` has `TrainConfig.for_critic` as its `train`."""
+        """Prepare a rank; nothing is loaded until `setup`. A critic's `config.train` is `TrainConfig.for_critic`."""
         self._config = config
         self._model_path = model_path
         self._rank = rank
@@ -70,17 +70,18 @@ class TrainerWorker:
         self._spans = SpanLog(repr(self))
 
     def __repr__(self) -> str:
+        """Return the name that logs and errors use."""
         return f"{'trainer' if self._kind == 'policy' else 'critic'}-{self._rank}"
 
     def rendezvous(self) -> tuple[str, int]:
-        """This node's address and a port that is free on it now: where rank 0 waits for the others."""
+        """Return this node's address and a port that is free on it now: where rank 0 waits for the others."""
         address = ray.util.get_node_ip_address()
         with socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET) as probe:
             probe.bind((address, 0))
             return address, probe.getsockname()[1]
 
     def setup(self, master_addr: str, master_port: int) -> dict[str, Any]:
-        """Join the other ranks and build the engine; returns facts about this rank. Repeated: only facts."""
+        """Join the other ranks and build the engine; return facts about this rank. Repeated: only facts."""
         if self._trained is None:
             self._trained = self._build(master_addr, master_port)
         return {
@@ -118,7 +119,7 @@ class TrainerWorker:
     def _ready(self) -> PolicyRank | CriticRank:
         trained = self._set_up
         if trained.is_offloaded:
-            raise RaypostError(f"{self!r} has lent its device to others: call TrainerGroup.reload first")
+            raise RaypostError(f"{self!r} is offloaded: call TrainerGroup.reload first")
         return trained
 
     @property
@@ -151,17 +152,17 @@ class TrainerWorker:
     # What another call needs is a second return of rank 0: its ref is passed on without being read.
 
     def compute_old_logprobs(self, packed: PackedGroups) -> tuple[None, Column | None]:
-        """Logprobs of the batch's trained tokens under the current weights. A collective."""
+        """Return logprobs of the batch's trained tokens under the current weights. A collective."""
         with self._spans.span(TRAIN):
             return None, self._of_rank_0(self._policy.compute_old_logprobs(packed))
 
     def compute_ref_logprobs(self, packed: PackedGroups) -> tuple[None, Column | None]:
-        """The same under the frozen reference. A collective."""
+        """Return the same under the frozen reference. A collective."""
         with self._spans.span(TRAIN):
             return None, self._of_rank_0(self._policy.compute_ref_logprobs(packed))
 
     def compute_values(self, packed: PackedGroups) -> tuple[None, TokenValues | None]:
-        """The critic's value at each trained token, and after what was cut off. A collective."""
+        """Return the critic's value at each trained token, and after what was cut off. A collective."""
         with self._spans.span(TRAIN):
             return None, self._of_rank_0(self._critic.compute_values(packed))
 
@@ -172,7 +173,7 @@ class TrainerWorker:
         ref_logprobs: Column | None,
         values: TokenValues | None,
     ) -> tuple[None, TokenAdvantages]:
-        """Advantages of the batch's tokens. No collective: one rank suffices."""
+        """Return advantages of the batch's tokens. No collective: one rank suffices."""
         with self._spans.span(TRAIN):
             return None, self._policy.compute_advantages(packed, old_logprobs, ref_logprobs, values)
 
@@ -184,14 +185,14 @@ class TrainerWorker:
         old_logprobs: Column | None,
         ref_logprobs: Column | None,
     ) -> dict[str, float]:
-        """The policy's optimizer steps on a batch; a repeated step is not trained again. A collective."""
+        """Make the policy's optimizer steps on a batch; a repeated step is not trained again. A collective."""
         with self._spans.span(TRAIN):
             return self._policy.train(packed, step, PolicyInputs(advantages, old_logprobs, ref_logprobs))
 
     def train_values(
         self, packed: PackedGroups, step: int, advantages: TokenAdvantages, values: TokenValues
     ) -> dict[str, float]:
-        """The critic's; `values`: what `compute_values` gave. A collective."""
+        """Make the critic's optimizer steps; `values`: what `compute_values` returned. A collective."""
         with self._spans.span(TRAIN):
             return self._critic.train(packed, step, CriticInputs(advantages, values))
 
@@ -218,7 +219,7 @@ class TrainerWorker:
             return made.manifest, made.buckets
 
     def _put_adapters(self, version: int, bucket_bytes: int) -> Publication | None:
-        """The adapters, and before the first of them what they are added to."""
+        """Put the adapters into the object store, and before the first of them the weights that they are added to."""
         if not self._base_gathered:
             self._base = self._put(self._policy.gather_base(), lambda all: pack(version, all, bucket_bytes))
             self._base_gathered = True
@@ -234,7 +235,7 @@ class TrainerWorker:
     def _put(
         self, weights: Given, make: Callable[[Given], tuple[Manifest, list[Bytes]]] | None
     ) -> Publication | None:
-        """What `make` makes of the weights, in the object store; nothing on other ranks than 0."""
+        """Put what `make` makes of the weights into the object store; return None on other ranks than 0."""
         if self._rank != 0 or make is None:
             assert not list(weights), "only rank 0 receives weights"
             return None
@@ -242,7 +243,7 @@ class TrainerWorker:
         return Publication(manifest, [ray.put(bucket) for bucket in buckets])
 
     def canary_logprobs(self, token_ids: IntArray) -> FloatArray:
-        """Logprob of every token but the first at temperature 1, float32. A collective."""
+        """Return the logprob of every token but the first at temperature 1, float32. A collective."""
         return self._policy.canary_logprobs(token_ids)
 
     def save(self, path: str) -> None:
@@ -251,7 +252,7 @@ class TrainerWorker:
             self._ready.save(Path(path))
 
     def load(self, path: str) -> int:
-        """Restore a checkpoint; returns its step. What was published is not valid any more. A collective."""
+        """Restore a checkpoint and return its step. What was published is no longer valid. A collective."""
         with self._spans.span(CHECKPOINT):
             self._published.clear()
             self._base = None
@@ -265,14 +266,14 @@ class TrainerWorker:
 
     @ray.method(concurrency_group="control")  # type: ignore[untyped-decorator]  # Ray has no type for it
     def drain_spans(self) -> list[Span]:
-        """Time spent training, publishing and saving since the last call."""
+        """Return the time spent training, publishing and saving since the last call."""
         return self._spans.drain()
 
     def offload(self) -> None:
-        """Lend the device to others: its states go to main memory, and calls that need them are refused. Idempotent.
+        """Free the device for other processes: move the states to main memory. Idempotent.
 
-        What stays on a GPU is what CUDA and NCCL take themselves. On CPU nothing is freed: the same calls are refused,
-        and the states are copied within main memory.
+        Calls that need the states are refused until `reload`. What stays on a GPU is what CUDA and NCCL take
+        themselves. On CPU nothing is freed: the same calls are refused, and the states are copied within main memory.
         """
         self._set_up.offload()
 

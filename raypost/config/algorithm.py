@@ -198,7 +198,7 @@ class CorrectionConfig(ConfigModel):
 
 
 class SftConfig(ConfigModel):
-    """Supervised examples that every train step learns beside the batch."""
+    """Supervised examples that every train step learns in addition to its batch."""
 
     path: Path
     """JSONL file with {"prompt": ..., "response": ...} in each line."""

@@ -37,6 +37,7 @@ class WeightAverage:
     """One rank's part of the average of an engine's trained weights."""
 
     def __init__(self, engine: TrainEngine[Any], decay: float, rank: int) -> None:
+        """Begin with the engine's weights as they are."""
         self._engine = engine
         self._decay = decay
         self._rank = rank
@@ -72,8 +73,10 @@ class WeightAverage:
     def averaged(
         self, weights: Iterator[tuple[str, Tensor | MergedWeight]]
     ) -> Iterator[tuple[str, Tensor | MergedWeight]]:
-        """The weights with each trained one's average in its stead, float32. To be read within `in_place`, to the
-        end, by every rank."""
+        """Yield the weights with each trained one replaced by its average, float32.
+
+        To be read within `in_place`, to the end, by every rank.
+        """
         for name, weight in weights:
             if isinstance(weight, MergedWeight):
                 base, down, up = map(self._of, weight.parts)
@@ -96,8 +99,10 @@ class WeightAverage:
             save_file(state, str(path / FILE))
 
     def load(self, path: Path) -> None:
-        """Restore what `save` wrote on any number of ranks, at any ZeRO stage. A collective. Raises CheckpointError
-        without a file, or if it is damaged or of another model."""
+        """Restore what `save` wrote on any number of ranks, at any ZeRO stage. A collective.
+
+        Raises CheckpointError without a file, or if it is damaged or of another model.
+        """
         file = path / FILE
         if not file.exists():
             raise CheckpointError(

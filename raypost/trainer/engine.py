@@ -79,12 +79,12 @@ class TrainEngine(Generic[Output]):
         )
 
     def states(self) -> Iterator[Tensor]:
-        """Weights, frozen ones too, gradients, the optimizer's state, and what ZeRO keeps of each."""
+        """Yield weights, frozen ones too, gradients, the optimizer's state, and what ZeRO keeps of each."""
         module = self.module
         return tensors_of(self._engine.optimizer, list(module.parameters()), list(module.buffers()))
 
     def scratch(self) -> Iterator[Tensor]:
-        """Those of them that hold nothing between steps: the buffers in which gradients are summed, gigabytes."""
+        """Yield those of them that hold nothing between steps: the buffers in which gradients are summed, gigabytes."""
         buckets = getattr(self._engine.optimizer, "ipg_buckets", {})
         return tensors_of([bucket.buffer for bucket in buckets.values()])
 
@@ -102,7 +102,7 @@ class TrainEngine(Generic[Output]):
         return output
 
     def set_learning_rate(self, rate: float) -> None:
-        """Of the steps to come."""
+        """Set the rate of the steps to come."""
         for group in self._engine.optimizer.param_groups:
             group["lr"] = rate
 
@@ -119,7 +119,7 @@ class TrainEngine(Generic[Output]):
         return finite
 
     def apply(self) -> float:
-        """One optimizer step. Returns the gradient's norm before clipping; not finite: nothing changed."""
+        """Make one optimizer step. Return the gradient's norm before clipping; if it is not finite, nothing changed."""
         if self._train.zero_stage > 0:
             self._engine.step()
             # A step it refused leaves the norm of the one before.
@@ -147,7 +147,7 @@ class TrainEngine(Generic[Output]):
     def gather(
         self, weights: Iterator[tuple[str, Weight]], dtype: torch.dtype
     ) -> Iterator[tuple[str, Bytes, str, tuple[int, ...]]]:
-        """(name, flat bytes, dtype, shape) of every weight, on rank 0; nothing elsewhere.
+        """Yield (name, flat bytes, dtype, shape) of every weight on rank 0; nothing on the others.
 
         At ZeRO 3 every rank must exhaust it. At most `train.bucket_mb` are gathered at a time, and bytes are valid
         only until the next are asked for.
@@ -160,25 +160,29 @@ class TrainEngine(Generic[Output]):
                         yield name, *_as_bytes(weight, dtype)
 
     def trained_weights(self) -> Iterator[tuple[str, Tensor]]:
-        """Parameters that the optimizer changes, under the names that the model gives them."""
+        """Yield the parameters that the optimizer changes, under the names that the model gives them."""
         yield from ((name, one) for name, one in self.module.named_parameters() if one.requires_grad)
 
     def optimized_weights(self) -> list[Tensor]:
-        """What the optimizer's step changes, float32: this rank's flat partitions, or the parameters themselves where
-        they are float32 and whole."""
+        """Return what the optimizer's step changes, float32.
+
+        That is this rank's flat partitions, or the parameters themselves where they are float32 and whole.
+        """
         for name in _MASTERS:
             if parts := getattr(self._engine.optimizer, name, None):
                 return list(parts)
         return [weight for _, weight in self.trained_weights()]
 
     def whole_weight(self, weight: Tensor) -> Tensor:
-        """The optimizer's float32 value of one of `trained_weights`, in its whole shape. A collective."""
+        """Return the optimizer's float32 value of one of `trained_weights`, in its whole shape. A collective."""
         whole: Tensor | None = safe_get_full_fp32_param(weight)
         return weight.detach() if whole is None else whole
 
     def set_whole_weight(self, weight: Tensor, value: Tensor) -> None:
-        """Give one of `trained_weights` another value in the optimizer; the model does not see it. Raises ValueError
-        for another shape."""
+        """Give one of `trained_weights` another value in the optimizer; the model does not see it.
+
+        Raises ValueError for another shape.
+        """
         shape = getattr(weight, "ds_shape", weight.shape)
         if value.shape != shape:
             raise ValueError(f"a weight of shape {tuple(shape)} got a value of shape {tuple(value.shape)}")
@@ -199,7 +203,7 @@ class TrainEngine(Generic[Output]):
         dist.barrier()
 
     def load(self, path: Path) -> dict[str, Any]:
-        """Restore what `save` wrote; returns its `state`. Raises CheckpointError if it does not fit."""
+        """Restore what `save` wrote; return its `state`. Raises CheckpointError if it does not fit."""
         try:
             meta = json.loads((path / _META).read_text())
         except (OSError, ValueError) as error:
@@ -273,6 +277,7 @@ class FrozenModel(Generic[Output]):
     """A model that is only read. At ZeRO 3 its weights are spread over the ranks as well."""
 
     def __init__(self, config: Config, module: nn.Module, world_size: int) -> None:
+        """Freeze `module`, and spread its weights over the ranks at ZeRO 3."""
         self._module: Any = module.requires_grad_(False).eval()
         if config.train.zero_stage == 3:
             self._module, *_ = deepspeed.initialize(
@@ -287,12 +292,12 @@ class FrozenModel(Generic[Output]):
         return output
 
     def states(self) -> Iterator[Tensor]:
-        """Its weights, and what ZeRO keeps of each."""
+        """Yield its weights, and what ZeRO keeps of each."""
         return tensors_of(list(self._module.parameters()), list(self._module.buffers()))
 
 
 def _make_universal(source: Path, target: Path) -> None:
-    """DeepSpeed's converter, in this process and without its remarks."""
+    """Run DeepSpeed's converter in this process, without its output."""
     from deepspeed.checkpoint import ds_to_universal
 
     settings = argparse.Namespace(
@@ -334,7 +339,7 @@ def _complete_optimizer_state(folder: Path) -> None:
 
 
 def parameter_groups(module: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
-    """Trainable parameters by weight decay: matrices decay, biases and the weights of norms do not."""
+    """Return the trainable parameters by weight decay: matrices decay, biases and the weights of norms do not."""
     trainable = [one for one in module.parameters() if one.requires_grad]
     groups = [
         {"params": [one for one in trainable if one.ndim >= 2], "weight_decay": weight_decay},

@@ -22,7 +22,7 @@ _CPU_ALLOCATOR = "DefaultCPUAllocator"
 
 @contextmanager
 def memory_named(micro: MicroBatch, where: str) -> Iterator[None]:
-    """Within, running out of memory raises BatchMemoryError, which names the micro-batch and what makes it smaller."""
+    """Within, turn running out of memory into BatchMemoryError, which names the micro-batch and how to shrink it."""
     try:
         yield
     except (RuntimeError, MemoryError) as error:
@@ -37,16 +37,16 @@ def memory_named(micro: MicroBatch, where: str) -> Iterator[None]:
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether PyTorch, or Python, found no memory."""
+    """Return whether PyTorch, or Python, found no memory."""
     return isinstance(error, MemoryError | torch.OutOfMemoryError) or _CPU_ALLOCATOR in str(error)
 
 
 def group_names(samples: Sequence[Sample]) -> list[str]:
-    """Every group of the samples once, as log lines and errors call them."""
+    """Return every group of the samples once, as log lines and errors call them."""
     return sorted({str(sample.key) for sample in samples})
 
 
 def first_of(items: Sequence[str]) -> str:
-    """The first few, and how many more there are."""
+    """Return the first few, and how many more there are."""
     more = len(items) - _NAMED
     return ", ".join(items[:_NAMED]) + (f" and {more} more" if more > 0 else "")

@@ -1,7 +1,7 @@
-"""HostStates: tensors whose memory is lent to others, their contents meanwhile in main memory.
+"""HostStates: frees the device memory of tensors and keeps their contents in main memory meanwhile.
 
-What is lent is the memory below tensors: views of it, of which ZeRO has many, stay views of it and see their contents
-again afterwards. Nothing may compute with them meanwhile.
+What is freed is the storage below tensors, so that views of it, of which ZeRO has many, stay views and see their
+contents again afterwards. Nothing may compute with them meanwhile.
 
 DeepSpeed moves states itself too, but not what is needed here: at ZeRO 3 only with an optimizer that has to be
 compiled, not at ZeRO 0, and nowhere frozen weights.
@@ -22,7 +22,7 @@ _OWNERS = ("deepspeed.", "torch.optim.")
 
 
 @dataclass(frozen=True, slots=True)
-class _Lent:
+class _Freed:
     storage: torch.UntypedStorage
     nbytes: int
     copies: list[Tensor]
@@ -30,49 +30,50 @@ class _Lent:
 
 
 class HostStates:
-    """The memory that one device has lent. All of it comes back at once."""
+    """The memory that was freed on one device. All of it comes back at once."""
 
     def __init__(self, device: torch.device) -> None:
+        """Move nothing yet. `device`: whose memory is freed."""
         self._device = device
-        self._lent: list[_Lent] = []
-        self.is_lent = False
+        self._freed: list[_Freed] = []
+        self.is_offloaded = False
 
     def offload(self, tensors: Iterable[Tensor], scratch: Iterable[Tensor] = ()) -> int:
-        """Lend the memory of those tensors that lie on the device; returns its bytes. 0 if it is lent already.
+        """Free the memory of those tensors that lie on the device; return its bytes, 0 if it is free already.
 
         Needs as much main memory, pinned if the device is a GPU, but none for `scratch`, which comes back with
         whatever it holds then. If there is not enough, everything else is as before.
         """
-        if self.is_lent:
+        if self.is_offloaded:
             return 0
         storages = self._storages(scratch)
         unread = set(storages)
         storages |= self._storages(tensors)
-        self.is_lent = True
+        self.is_offloaded = True
         try:
             for address, storage in storages.items():
                 copies = [] if address in unread else self._copied(storage)
-                self._lent.append(_Lent(storage, storage.nbytes(), copies))
+                self._freed.append(_Freed(storage, storage.nbytes(), copies))
                 storage.resize_(0)
         except BaseException:
             self.reload()
             raise
         self._settle()
-        return sum(one.nbytes for one in self._lent)
+        return sum(one.nbytes for one in self._freed)
 
     def reload(self) -> None:
         """Take the memory back, with what it held. Idempotent; what did not fit yet comes with the next call."""
-        while self._lent:
-            one = self._lent[-1]
+        while self._freed:
+            one = self._freed[-1]
             one.storage.resize_(one.nbytes)
             for part, copy in zip(torch.split(_bytes_of(one.storage), CHUNK_BYTES), one.copies, strict=False):
                 part.copy_(copy, non_blocking=True)
-            self._lent.pop()
+            self._freed.pop()
         self._settle()
-        self.is_lent = False
+        self.is_offloaded = False
 
     def _storages(self, tensors: Iterable[Tensor]) -> dict[int, torch.UntypedStorage]:
-        """The memory below them that can be lent, by its address."""
+        """Return the memory below the tensors that can be freed, by its address."""
         storages = {}
         for tensor in tensors:
             storage = tensor.untyped_storage()
@@ -100,8 +101,10 @@ def _bytes_of(storage: torch.UntypedStorage) -> Tensor:
 
 
 def tensors_of(*owners: object) -> Iterator[Tensor]:
-    """Every tensor that optimizers, containers and tensors hold, directly or through one another: gradients, and what
-    ZeRO keeps in attributes of weights, are among them."""
+    """Yield every tensor that optimizers, containers and tensors hold, directly or through one another.
+
+    Gradients, and what ZeRO keeps in attributes of weights, are among them.
+    """
     seen: dict[int, object] = {}
     left: list[object] = list(owners)
     while left:

@@ -238,13 +238,13 @@ class PolicyRank(Rank[PolicyInputs, Outputs]):
     # ---------------------------------------------------------------- state
 
     def save(self, path: Path) -> None:
-        """As of any rank, and the weights' average."""
+        """Save as any rank does, and the weights' average."""
         super().save(path)
         if self._average is not None:
             self._average.save(path)
 
     def load(self, path: Path) -> int:
-        """As of any rank, and the weights' average. Raises CheckpointError without one, if this run keeps one."""
+        """Load as any rank does, and the weights' average. Raises CheckpointError if it is not there but wanted."""
         step = super().load(path)
         if self._average is not None:
             self._average.load(path)
@@ -254,7 +254,7 @@ class PolicyRank(Rank[PolicyInputs, Outputs]):
 
     @torch.no_grad()
     def canary_logprobs(self, token_ids: IntArray) -> FloatArray:
-        """Logprob of every token but the first, given those before it, at temperature 1. A collective."""
+        """Return the logprob of every token but the first, given those before it, at temperature 1. A collective."""
         ids = self._tensor(np.asarray(token_ids, np.int64))
         index = torch.arange(len(ids) - 1, device=ids.device)
         ones = Sampling(torch.ones(len(ids) - 1, device=ids.device))
@@ -263,26 +263,25 @@ class PolicyRank(Rank[PolicyInputs, Outputs]):
         return result
 
     def gather_weights(self) -> Iterator[tuple[str, Bytes, str, tuple[int, ...]]]:
-        """(checkpoint name, flat bytes, dtype, shape) of every weight, on rank 0; nothing elsewhere. Adapters are
-        merged.
+        """Yield (checkpoint name, flat bytes, dtype, shape) of every weight, adapters merged, on rank 0 only.
 
         A collective at ZeRO 3: every rank must exhaust it. Bytes are valid only until the next are asked for.
         """
         return self._stored(self._whole_weights())
 
     def gather_average(self) -> Iterator[tuple[str, Bytes, str, tuple[int, ...]]]:
-        """As `gather_weights`, of the weights' moving average. Raises ValueError without one."""
+        """Yield the weights' moving average as `gather_weights` does. Raises ValueError without one."""
         if self._average is None:
             raise ValueError("there is no average of the weights: it is kept if train.ema_decay is set")
         with self._average.in_place():
             yield from self._stored(self._average.averaged(self._whole_weights()))
 
     def gather_base(self) -> Iterator[tuple[str, Bytes, str, tuple[int, ...]]]:
-        """As `gather_weights`, without what adapters add: what stays as it is for the whole run."""
+        """Yield as `gather_weights` does, without what adapters add: what stays the same for the whole run."""
         return self._stored(base_weights(named_weights(self._policy.model)))
 
     def gather_adapters(self) -> Iterator[tuple[str, Bytes, str, tuple[int, ...]]]:
-        """As `gather_weights`, of the factors of the adapters alone, named after their matrices with DOWN and UP."""
+        """Yield as `gather_weights` does, the adapters' factors alone, named after their matrices with DOWN and UP."""
         for name, data, dtype, shape in self._gathered(adapter_factors(self._policy.model)):
             matrix, dot, factor = name.rpartition(".")
             yield f"{self._names.one(matrix)}{dot}{factor}", data, dtype, shape
@@ -304,7 +303,7 @@ class PolicyRank(Rank[PolicyInputs, Outputs]):
     def _stored(
         self, weights: Iterator[tuple[str, Weight]]
     ) -> Iterator[tuple[str, Bytes, str, tuple[int, ...]]]:
-        """Under the names, and in the parts, that a checkpoint has."""
+        """Yield the weights under the names, and in the parts, that a checkpoint has."""
         for name, data, dtype, shape in self._gathered(weights):
             whole = torch.from_numpy(data).view(getattr(torch, dtype)).reshape(shape)
             for stored, tensor in self._names.stored(name, whole):
@@ -312,8 +311,10 @@ class PolicyRank(Rank[PolicyInputs, Outputs]):
                 yield stored, flat, dtype, tuple(tensor.shape)
 
     def save_hf(self, path: Path, ema: bool = False) -> None:
-        """Write the model as a Hugging Face folder (safetensors) with its tokenizer; with `ema` its weights' moving
-        average. A collective. Raises ValueError if `ema` and there is none."""
+        """Write the model as a Hugging Face folder (safetensors) with its tokenizer. A collective.
+
+        `ema`: with its weights' moving average. Raises ValueError if there is none.
+        """
         state = {}
         for name, data, dtype, shape in self.gather_average() if ema else self.gather_weights():
             flat = torch.from_numpy(data.copy()).view(getattr(torch, dtype))

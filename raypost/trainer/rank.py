@@ -42,7 +42,7 @@ log = logging.getLogger(__name__)
 
 
 def learning_rate(train: TrainConfig, step: int) -> float:
-    """Rate of a 1-based step: linear from 0 over the warm-up, then by schedule down to 0 after the last."""
+    """Return the rate of a 1-based step: linear from 0 over the warm-up, then by schedule down to 0 after the last."""
     if step <= train.warmup_steps:
         return train.learning_rate * step / train.warmup_steps
     done = (step - 1 - train.warmup_steps) / max(1, train.num_steps - train.warmup_steps)
@@ -138,7 +138,7 @@ class Rank(ABC, Generic[Inputs, Output]):
         self._limits = Limits(vocab_size, config.max_model_len)
         self._rank = rank
         self._world_size = world_size
-        self._lent = HostStates(engine.device)
+        self._host_states = HostStates(engine.device)
         self._step = 0
         self._skipped_steps = 0
         self._metrics: dict[str, float] = {}
@@ -157,19 +157,19 @@ class Rank(ABC, Generic[Inputs, Output]):
 
     @property
     def is_offloaded(self) -> bool:
-        """Whether the device is lent to others: nothing but `reload` and `close` may be called."""
-        return self._lent.is_lent
+        """Whether the device's memory is freed: nothing but `reload` and `close` may be called."""
+        return self._host_states.is_offloaded
 
     def offload(self) -> None:
-        """Lend the memory of all that lasts from step to step to others. Idempotent. See HostStates."""
-        self._lent.offload(self._states(), self._engine.scratch())
+        """Free the device's memory of all that lasts from step to step. Idempotent. See HostStates."""
+        self._host_states.offload(self._states(), self._engine.scratch())
 
     def reload(self) -> None:
-        """Take it back, as it was. Idempotent."""
-        self._lent.reload()
+        """Take the memory back, as it was. Idempotent."""
+        self._host_states.reload()
 
     def _states(self) -> Iterator[Tensor]:
-        """All that lasts from step to step."""
+        """Yield all that lasts from step to step."""
         return self._engine.states()
 
     # ---------------------------------------------------------------- the batch
@@ -299,7 +299,7 @@ class Rank(ABC, Generic[Inputs, Output]):
         save_random_state(path, self._rank)
 
     def load(self, path: Path) -> int:
-        """Restore what `save` wrote; returns the step. Raises CheckpointError if it does not fit."""
+        """Restore what `save` wrote; return the step. Raises CheckpointError if it does not fit."""
         state = self._engine.load(path)
         if not load_random_state(path, self._rank):
             log.warning("%s has no random state of rank %d: it was saved with fewer ranks", path, self._rank)

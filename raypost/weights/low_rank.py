@@ -6,6 +6,6 @@ from torch import Tensor
 
 
 def merged(base: Tensor, down: Tensor, up: Tensor, scale: float) -> Tensor:
-    """base + scale * up @ down of base [a, b], down [rank, b], up [a, rank]; in float32, then of base's dtype."""
+    """Return base + scale * up @ down of base [a, b], down [rank, b], up [a, rank]: float32, then base's dtype."""
     added = up.detach().float() @ down.detach().float()
     return added.mul_(scale).add_(base.detach().float()).to(base.dtype)

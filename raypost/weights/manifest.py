@@ -93,12 +93,12 @@ class Manifest:
     """Buckets that hold the base, the first ones: the same in every version with this base."""
 
     def encoded(self) -> str:
-        """As text, for a process that is reached by text only."""
+        """Return it as text, for a process that is reached by text only."""
         return json.dumps(asdict(self))
 
     @classmethod
     def decoded(cls, text: str) -> Manifest:
-        """What `encoded` gave."""
+        """Return the manifest that `encoded` wrote."""
         fields = json.loads(text)
         tensors = tuple(_entry(entry) for entry in fields.pop("tensors"))
         sizes = tuple(fields.pop("bucket_sizes"))
@@ -112,7 +112,7 @@ def _entry(fields: dict[str, Any]) -> TensorEntry:
 
 
 def digest_bytes(data: Bytes) -> str:
-    """xxh3_128 of contiguous bytes, as 32 hex digits."""
+    """Return xxh3_128 of contiguous bytes, as 32 hex digits."""
     return xxhash.xxh3_128_hexdigest(data.data)
 
 
@@ -121,7 +121,7 @@ def _describe(entry: TensorEntry) -> str:
 
 
 def _digest_entries(entries: Iterable[TensorEntry], base: bool = False) -> str:
-    """`base`: without what is added."""
+    """Return the digest of all entries; `base`: without what is added."""
     digest = xxhash.xxh3_128()
     for entry in entries:
         content = entry.digest if base else entry.content
@@ -145,7 +145,7 @@ def pack(version: int, tensors: Given, bucket_bytes: int) -> tuple[Manifest, lis
 def pack_adapters(
     version: int, base: Manifest, factors: Given, scales: Mapping[str, float], bucket_bytes: int
 ) -> tuple[Manifest, list[Bytes]]:
-    """The version that is `base` plus adapters: its manifest, and the buckets that come after those of the base.
+    """Return the version that is `base` plus adapters: its manifest, and the buckets that follow those of the base.
 
     `factors`: two for each matrix in `scales`, named after it with DOWN and UP; they are copied as by `pack`. Raises
     WeightError for a factor without its matrix in the base, its other half or its scale, or of the wrong shape.
@@ -208,13 +208,15 @@ def _fill(tensors: Given, bucket_bytes: int, first_bucket: int) -> tuple[list[Te
 
 
 def bytes_of(entry: TensorEntry, buckets: Sequence[Bytes]) -> Bytes:
-    """A tensor's bytes, or a factor's, without a copy."""
+    """Return a tensor's bytes, or a factor's, without a copy."""
     return buckets[entry.bucket][entry.offset : entry.offset + entry.nbytes]
 
 
 def views(manifest: Manifest, buckets: Sequence[Bytes]) -> Iterator[tuple[TensorEntry, Bytes]]:
-    """Every tensor's entry and its bytes, without a copy; nothing is added to them. Raises WeightError if buckets
-    do not fit."""
+    """Yield every tensor's entry and its bytes, without a copy and without what is added to them.
+
+    Raises WeightError if the buckets do not fit.
+    """
     sizes = tuple(bucket.nbytes for bucket in buckets)
     if sizes != manifest.bucket_sizes:
         raise WeightError(

@@ -25,7 +25,7 @@ class CheckpointNames:
     """The names of one model's weights. Made while its parameters are whole, and before adapters are added."""
 
     def __init__(self, model: PreTrainedModel) -> None:
-        """Raises ConfigError if the checkpoint has a tensor that is made of several parameters."""
+        """Read the names off `model`. Raises ConfigError if the checkpoint has a tensor made of several parameters."""
         self._model = model
         stand_ins = {name: tensor.detach().to("meta") for name, tensor in named_weights(model)}
         parts = {name: _stored(model, {name: tensor}) for name, tensor in stand_ins.items()}
@@ -44,14 +44,14 @@ class CheckpointNames:
             )
 
     def stored(self, name: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
-        """The checkpoint's tensors for a parameter of the model, views of it where that is possible."""
+        """Yield the checkpoint's tensors for a parameter of the model, views of it where that is possible."""
         if name in self._parts:
             yield from _stored(self._model, {name: tensor}).items()
         else:
             yield name, tensor
 
     def one(self, name: str) -> str:
-        """The checkpoint's name of a parameter that is one tensor there. Raises ConfigError for any other."""
+        """Return the checkpoint's name of a parameter that is one tensor there. Raises ConfigError for any other."""
         names = list(self._parts.get(name, [name]))
         if len(names) != 1:
             raise ConfigError(
@@ -62,7 +62,7 @@ class CheckpointNames:
 
 
 def named_weights(model: torch.nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Parameters and saved buffers under the model's own names, tied ones once."""
+    """Yield parameters and saved buffers under the model's own names, tied ones once."""
     yield from model.named_parameters()
     parameters = {name for name, _ in model.named_parameters(remove_duplicate=False)}
     for name, tensor in model.state_dict(keep_vars=True).items():

@@ -188,9 +188,9 @@ class Probe(TrainerWorker):
             rank.train(make_batch(1), step)
         return float((weights() - before).abs().mean())
 
-    def lending(self, config: Config, steps: int) -> tuple[Weights | None, list[int]]:
-        """Train with the device lent before every step and after the last; weights on rank 0, and the bytes that
-        the tensors made for it hold each time it is lent."""
+    def offloading(self, config: Config, steps: int) -> tuple[Weights | None, list[int]]:
+        """Train with the device offloaded before every step and after the last; weights on rank 0, and the bytes that
+        the tensors made for it hold each time."""
         from raypost.trainer.policy_rank import PolicyRank
 
         left = []
@@ -226,7 +226,7 @@ class Probe(TrainerWorker):
 
 
 def bytes_of_tensors() -> int:
-    """Of all tensors since the last `gc.freeze` that can be lent: not of copies of what is lent, which are bytes, and
+    """Of all tensors since the last `gc.freeze` that can be freed: not of copies, which are bytes, and
     not of files that are mapped, as weights on the CPU may be."""
     gc.collect()
     tensors = [one for one in gc.get_objects() if issubclass(type(one), torch.Tensor)]
@@ -376,7 +376,7 @@ async def test_update_depends_neither_on_ranks_nor_on_micro_batches_nor_on_zero_
         assert expected[0]["ratio_max"] > 1.0
 
 
-LENT: dict[str, tuple[int, dict[str, Any]]] = {
+OFFLOADED: dict[str, tuple[int, dict[str, Any]]] = {
     "stage 0": (1, {"zero_stage": 0}),
     "stage 1, adapters": (1, {"zero_stage": 1, "lora": {"rank": 2}}),
     "stage 2, reference and average": (
@@ -391,15 +391,15 @@ LENT: dict[str, tuple[int, dict[str, Any]]] = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", LENT)
-async def test_what_is_lent_between_steps_comes_back_as_it_was(
+@pytest.mark.parametrize("name", OFFLOADED)
+async def test_what_is_offloaded_between_steps_comes_back_as_it_was(
     solo: TrainerGroup, pair: TrainerGroup, name: str
 ) -> None:
-    ranks, options = LENT[name]
+    ranks, options = OFFLOADED[name]
     group = (solo, pair)[ranks - 1]
     expected, _ = await trained(group, **options)
     config = train_config(num_workers=ranks, **options)
-    answers = await each(group, "lending", config, 3)
+    answers = await each(group, "offloading", config, 3)
     # What stays is constants of the model's code, nothing of the size of its weights.
     assert max(nbytes for _, left in answers for nbytes in left) < 4096
     weights = answers[0][0]
@@ -407,12 +407,12 @@ async def test_what_is_lent_between_steps_comes_back_as_it_was(
     assert all((weights[one] == expected[one]).all() for one in expected)
 
 
-async def test_a_rank_that_has_lent_its_device_refuses_all_but_to_take_it_back(fresh: TrainerGroup) -> None:
+async def test_a_rank_that_is_offloaded_refuses_everything_but_to_reload(fresh: TrainerGroup) -> None:
     await fit(fresh, 1)
     manifest, _ = await fresh.publish(1)
     await fresh.offload()
     for call in (fit(fresh, 2), fresh.publish(2), fresh.canary(np.arange(4)), fresh.save("/nowhere")):
-        with pytest.raises(RaypostError, match=r"trainer-0 has lent its device.*TrainerGroup\.reload first"):
+        with pytest.raises(RaypostError, match=r"trainer-0 is offloaded: call TrainerGroup\.reload first"):
             await call
     assert await drained(fresh)
     await fresh.reload()

@@ -60,6 +60,7 @@ class Scored:
     came to an end. None: all ended."""
 
     def __post_init__(self) -> None:
+        """Check that all fields describe the same trajectories."""
         n, m = len(self.rewards_N), int(np.sum(self.lengths_N))
         if sum(self.group_sizes) != n or any(size < 1 for size in self.group_sizes):
             raise ValueError(f"groups of {list(self.group_sizes)[:16]} trajectories do not make {n} rewards")
@@ -80,11 +81,11 @@ class Scored:
             raise ValueError(f"{self.member_name(int(empty[0]))} has no trained token: leave it out")
 
     def group_name(self, group: int) -> str:
-        """As errors call it."""
+        """Return the group's name for errors."""
         return f"group {self.group_names[group] if self.group_names else group}"
 
     def member_name(self, n: int) -> str:
-        """Trajectory n as errors call it."""
+        """Return trajectory n's name for errors."""
         ends = np.cumsum(self.group_sizes)
         group = int(np.searchsorted(ends, n, side="right"))
         return f"{self.group_name(group)} member {n - int(ends[group]) + self.group_sizes[group]}"
@@ -109,13 +110,13 @@ class Advantages:
 
 
 def compute_advantages(scored: Scored, config: AdvantageConfig) -> Advantages:
-    """Advantages of a whole batch, per trained token.
+    """Return the advantages of a whole batch, per trained token.
 
     Kinds that compare members give all tokens of a member one advantage; a member's return is its reward
     (`config.session_reward` of its trajectories' rewards) plus all its token rewards. reinforce_pp: the discounted
-    sum of the rewards from a token on (REINFORCE++, arXiv 2501.03262). gae: see `gae`. Then, if
-    `config.whitens`, all tokens of the batch are brought to mean 0 and deviation 1. Raises ValueError naming the
-    group if one is too small, if gae has no values, or if a function of one's own returns something else.
+    sum of the rewards from a token on (REINFORCE++, arXiv 2501.03262). gae: see `gae`. Then, if `config.whitens`, all
+    tokens of the batch are brought to mean 0 and deviation 1. Raises ValueError naming the group if one is too small,
+    if gae has no values, or if a function given by import path returns something else.
     """
     estimate = ADVANTAGES.get(config.kind, _by_import_path)
     advantages_M, returns_M = estimate(scored, config)
@@ -125,7 +126,7 @@ def compute_advantages(scored: Scored, config: AdvantageConfig) -> Advantages:
 
 
 def whitened(values: Floats, eps: float = STD_EPS) -> Floats:
-    """(x - mean) / (std + eps) over all values, std unbiased. Equal values, or a single one, give exactly 0."""
+    """Return (x - mean) / (std + eps) over all values, std unbiased. Equal values, or a single one, give exactly 0."""
     centre = centred(values)
     if not centre.any():
         return centre

@@ -34,7 +34,7 @@ class Correction:
 
     @classmethod
     def none(cls, like_T: Tensor) -> Correction:
-        """Every weight 1, nothing rejected: data that the trained policy sampled itself."""
+        """Return weights of 1 and no rejection: for data that the trained policy sampled itself."""
         return cls(torch.ones_like(like_T, requires_grad=False))
 
 
@@ -46,7 +46,7 @@ def proximal_logprobs(
     staleness_T: Tensor,
     before_T: Tensor | None = None,
 ) -> Tensor:
-    """Logprobs of the policy that the loss's ratio is taken against. -> proximal_T, without gradient.
+    """Return logprobs of the policy that the loss's ratio is taken against: proximal_T, without gradient.
 
     recompute: `before_T`, the trainer's before the step's first update (decoupled PPO, arXiv 2110.00641); without
     it the current ones, which are the same in a step of one update. rollout: the engine's own (coupled PPO).
@@ -66,7 +66,7 @@ def proximal_logprobs(
 
 
 def interpolation(versions_T: Tensor, proximal: int, current: int) -> Tensor:
-    """How far the proximal version lies from each token's towards the current one: alpha_T in [0, 1].
+    """Return how far the proximal version lies from each token's towards the current one: alpha_T in [0, 1].
 
     (proximal - version) / (current - version); 0 for a token of the current version or a later one. In a train step,
     `current` is the version being made and `proximal` the one before, so alpha = staleness / (staleness + 1): a
@@ -87,7 +87,7 @@ def correct(
     staleness_T: Tensor,
     trainer_T: Tensor | None = None,
 ) -> Correction:
-    """Importance weights and rejection of a micro-batch's tokens.
+    """Return importance weights and rejection of a micro-batch's tokens.
 
     weight: exp(proximal - rollout) at its level, truncated to its bounds (rho of V-trace, arXiv 1802.01561), divided
     by (1 + staleness)^staleness_power (arXiv 1511.05950). reject: tokens or sequences whose ratio lies outside its
@@ -123,7 +123,7 @@ def correct(
 
 
 def level_ratios(level: Level, gap_T: Tensor, rows_T: Tensor, num_rows: int) -> Tensor:
-    """exp of each token's gap, of its sequence's sum, or of its sequence's mean. -> ratios_T.
+    """Return exp of each token's gap, of its sequence's sum, or of its sequence's mean: ratios_T.
 
     token; sequence: the product over the sequence, which is exact and has a variance that grows with length;
     geometric: its T-th root, which has not and is biased.
@@ -138,7 +138,7 @@ def level_ratios(level: Level, gap_T: Tensor, rows_T: Tensor, num_rows: int) -> 
 
 
 def inside(ratio_T: Tensor, lower: float | None, upper: float | None) -> Tensor:
-    """bool: lower <= ratio <= upper, where None bounds nothing; NaN is outside of any bound."""
+    """Return whether lower <= ratio <= upper, where None bounds nothing; NaN is outside of any bound."""
     keep_T = torch.ones_like(ratio_T, dtype=torch.bool)
     if lower is not None:
         keep_T = keep_T & (ratio_T >= lower)

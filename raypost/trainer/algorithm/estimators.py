@@ -19,7 +19,7 @@ STD_EPS = 1e-6
 
 
 def grpo(rewards_G: ArrayLike, eps: float = STD_EPS) -> Floats:
-    """(r - mean) / (std + eps): GRPO, arXiv 2402.03300. rewards_G -> advantages_G, float64.
+    """Return (r - mean) / (std + eps): GRPO, arXiv 2402.03300. rewards_G -> advantages_G, float64.
 
     `std` is the unbiased estimate (divides by G - 1), as TRL and verl have it. Equal rewards give exactly 0.
     Raises ValueError for a group of 1 or a reward that is not finite.
@@ -29,13 +29,13 @@ def grpo(rewards_G: ArrayLike, eps: float = STD_EPS) -> Floats:
 
 
 def mc(rewards_G: ArrayLike, eps: float = STD_EPS) -> Floats:
-    """(r - mean) / max(std, eps), std unbiased: TorchRL's MCAdvantage over returns. Raises as `grpo` does."""
+    """Return (r - mean) / max(std, eps), std unbiased: TorchRL's MCAdvantage over returns. Raises as `grpo` does."""
     rewards_G = checked(rewards_G)
     return centred(rewards_G) / max(float(rewards_G.std(ddof=1)), eps)
 
 
 def dr_grpo(rewards_G: ArrayLike) -> Floats:
-    """r - mean, without the standard deviation, which favours very easy and very hard prompts.
+    """Return r - mean, without the standard deviation, which favours very easy and very hard prompts.
 
     Dr. GRPO, arXiv 2503.20783. rewards_G -> advantages_G, float64. Raises ValueError as `grpo` does.
     """
@@ -43,13 +43,13 @@ def dr_grpo(rewards_G: ArrayLike) -> Floats:
 
 
 def rloo(rewards_G: ArrayLike) -> Floats:
-    """r minus the mean of the others' rewards: RLOO, arXiv 2402.14740. Raises ValueError as `grpo` does."""
+    """Return r minus the mean of the others' rewards: RLOO, arXiv 2402.14740. Raises ValueError as `grpo` does."""
     rewards_G = checked(rewards_G)
     return centred(rewards_G) * (len(rewards_G) / (len(rewards_G) - 1))
 
 
 def opo(rewards_G: ArrayLike, lengths_G: ArrayLike) -> Floats:
-    """r - sum(length * r) / sum(length): OPO's variance-minimal baseline, arXiv 2505.23585.
+    """Return r - sum(length * r) / sum(length): OPO's variance-minimal baseline, arXiv 2505.23585.
 
     `lengths_G`: trained tokens of each member, positive. Raises ValueError as `grpo` does.
     """
@@ -64,7 +64,7 @@ def opo(rewards_G: ArrayLike, lengths_G: ArrayLike) -> Floats:
 
 
 def pass_at_k(rewards_G: ArrayLike, k: int, eps: float = STD_EPS) -> Floats:
-    """What a member adds to the best of k attempts: pass@k training, arXiv 2508.10751, for any rewards.
+    """Return what a member adds to the best of k attempts: pass@k training, arXiv 2508.10751, for any rewards.
 
     Every set of k of the G members is one attempt and worth its largest reward. A member's advantage is the mean
     worth of the sets that contain it, minus that of all sets, over all sets' standard deviation + eps. With
@@ -95,7 +95,7 @@ def pass_at_k(rewards_G: ArrayLike, k: int, eps: float = STD_EPS) -> Floats:
 
 
 def checked(rewards_G: ArrayLike) -> Floats:
-    """As float64. Raises ValueError for fewer than 2 rewards, another shape, or one that is not finite."""
+    """Return them as float64. Raises ValueError for fewer than 2, another shape, or one that is not finite."""
     rewards_G = np.asarray(rewards_G, np.float64)
     if rewards_G.ndim != 1 or len(rewards_G) < 2:
         raise ValueError(
@@ -107,7 +107,7 @@ def checked(rewards_G: ArrayLike) -> Floats:
 
 
 def centred(values: Floats) -> Floats:
-    """Minus their mean. That of equal numbers may differ from them by rounding: equal means exactly 0."""
+    """Return the values minus their mean: exactly 0 if they are equal, whose mean may differ by rounding."""
     if not len(values) or (values == values[0]).all():
         return np.zeros_like(values)
     return values - float(values.mean())

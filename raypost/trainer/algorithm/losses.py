@@ -53,12 +53,13 @@ class LossTokens:
     """Logprobs of the frozen reference; None: there is none."""
 
     def __post_init__(self) -> None:
+        """Check that all fields have one length."""
         lengths = {name: len(values) for name, values in self._tensors().items()}
         if len(set(lengths.values())) > 1:
             raise ValueError(f"the fields of a token must have one length, got {lengths}")
 
     def kept(self, keep_T: Tensor) -> LossTokens:
-        """Only the tokens where `keep_T` is True. The rows keep their numbers."""
+        """Return only the tokens where `keep_T` is True. The rows keep their numbers."""
         kept: dict[str, Any] = {name: values[keep_T] for name, values in self._tensors().items()}
         return replace(self, **kept)
 
@@ -96,7 +97,7 @@ def sequence_scales(
     lengths_N: Sequence[int],
     constant_length: int | None = None,
 ) -> NDArray[np.float64]:
-    """What a trained token of each sequence counts in the minibatch's loss. lengths_N -> scales_N, float64.
+    """Return what a trained token of each sequence counts in the minibatch's loss: scales_N, float64.
 
     token: 1 / all tokens (DAPO, arXiv 2503.14476). sequence: 1 / (N * own length) (GRPO, arXiv 2402.03300).
     constant: 1 / (N * constant_length) (Dr.GRPO, arXiv 2503.20783). `lengths_N` counts rejected tokens too, so that
@@ -123,7 +124,7 @@ def sequence_scales(
 
 
 def ppo(tokens: LossTokens, config: LossConfig) -> tuple[Tensor, Tensor]:
-    """-min(r A, clip(r, 1 - clip_low, 1 + clip_high) A), r = exp(logprob - proximal), per token.
+    """Return -min(r A, clip(r, 1 - clip_low, 1 + clip_high) A), r = exp(logprob - proximal), per token.
 
     Clip: PPO, arXiv 1707.06347; asymmetric: DAPO, arXiv 2503.14476. With `dual_clip` c, not more than -c A where
     A < 0: arXiv 1912.09729.
@@ -132,7 +133,7 @@ def ppo(tokens: LossTokens, config: LossConfig) -> tuple[Tensor, Tensor]:
 
 
 def gspo(tokens: LossTokens, config: LossConfig) -> tuple[Tensor, Tensor]:
-    """As `ppo`, with the geometric mean of the sequence's ratios as the ratio of each of its tokens.
+    """Return `ppo`'s loss with the geometric mean of the sequence's ratios as the ratio of each of its tokens.
 
     GSPO, arXiv 2507.18071; with aggregation `sequence` it is the paper's. Advantages may differ by token.
     """
@@ -142,7 +143,7 @@ def gspo(tokens: LossTokens, config: LossConfig) -> tuple[Tensor, Tensor]:
 
 
 def cispo(tokens: LossTokens, config: LossConfig) -> tuple[Tensor, Tensor]:
-    """-sg(clip(r, 1 - clip_low, 1 + clip_high)) A logprob: a capped token keeps its gradient.
+    """Return -sg(clip(r, 1 - clip_low, 1 + clip_high)) A logprob: a capped token keeps its gradient.
 
     CISPO of MiniMax-M1, arXiv 2506.13585, whose authors use no lower bound: clip_low = 1.
     """
@@ -182,7 +183,7 @@ def policy_objective(
     config: LossConfig,
     policy_loss: PolicyLoss | None = None,
 ) -> LossTerms:
-    """The loss of a micro-batch: sum_T scale * (weight * policy + KL coefficient * kl - entropy coefficient * H).
+    """Return a micro-batch's loss: sum_T scale * (weight * policy + KL coefficient * kl - entropy coefficient * H).
 
     `scales_T`: `sequence_scales` of each token's sequence. A rejected token adds nothing; scales are not raised for
     it. `policy_loss`: what `load_policy_loss` gave for `config.kind`, so that a step loads it once. The KL term is
@@ -217,7 +218,7 @@ def policy_objective(
 
 
 def sft_loss(logprobs_T: Tensor, scales_T: Tensor, coefficient: float = 1.0) -> Tensor:
-    """Cross entropy of supervised tokens, to be added to the policy's loss: -coefficient * sum_T scale * logprob.
+    """Return supervised tokens' cross entropy, to be added to the policy's loss: -coefficient * sum_T scale * logprob.
 
     `scales_T`: `sequence_scales` of the optimizer step's supervised sequences alone, over all ranks and micro-batches.
     """
@@ -235,7 +236,7 @@ class ValueTerms:
 def value_loss(
     values_T: Tensor, before_T: Tensor, returns_T: Tensor, scales_T: Tensor, clip: float | None
 ) -> ValueTerms:
-    """sum_T scale / 2 * max((v - R)^2, (clip(v, before +- clip) - R)^2): the critic's loss.
+    """Return sum_T scale / 2 * max((v - R)^2, (clip(v, before +- clip) - R)^2): the critic's loss.
 
     `before_T`: its values before the step's first update. Clip: as PPO's code has it, arXiv 2005.12729; None: none.
     """

@@ -47,7 +47,7 @@ class LagSums:
 
     @classmethod
     def zero(cls) -> LagSums:
-        """Of no tokens."""
+        """Return the statistics of no tokens."""
         return cls(np.zeros((MAX_LAG + 1, _COLUMNS)), np.full((MAX_LAG + 1, _EXTREMES), -np.inf))
 
     @classmethod
@@ -61,7 +61,7 @@ class LagSums:
         step_ratio_T: Floats,
         clipped_T: NDArray[np.bool_],
     ) -> LagSums:
-        """Of a micro-batch's tokens. gap = trainer - rollout logprob; lag = train_step - 1 - policy_version.
+        """Return a micro-batch's statistics. gap = trainer - rollout logprob; lag = train_step - 1 - policy_version.
 
         `step_ratio_T` and `clipped_T` of tokens that are not kept are not read.
         """
@@ -85,10 +85,11 @@ class LagSums:
         return total
 
     def __add__(self, other: LagSums) -> LagSums:
+        """Return the statistics of both."""
         return LagSums(self.sums + other.sums, np.maximum(self.maxima, other.maxima))
 
     def metrics(self) -> dict[str, float]:
-        """The figures of a step, from the sums over all its tokens; {} when there are none.
+        """Return the figures of a step, from the sums over all its tokens; {} when there are none.
 
         Each is there for all tokens under its name and for every lag K that occurs under name_lagK, but for
         `logprob_mismatch_max` and `logprob_mismatch_mean`: without a lag they are of lag 0, where engine and

@@ -22,9 +22,10 @@ _LOSS, _POLICY, _KL_LOSS, _TOKENS, _ENTROPY, _KEPT, _KL, _SFT, _SFT_TOKENS = ran
 
 
 class PolicyStatistics:
-    """Sums and extremes over the tokens that this rank computed; `reduced`: over those of all ranks."""
+    """The policy's statistics: sums and extremes over the tokens that this rank computed."""
 
     def __init__(self) -> None:
+        """Begin with no tokens."""
         self._sums = np.zeros(9)
         self._lags = LagSums.zero()
 
@@ -71,7 +72,7 @@ class PolicyStatistics:
         self._sums[_SFT_TOKENS] += len(logprobs_T)
 
     def reduced(self, device: torch.device) -> PolicyStatistics:
-        """The same over all ranks. A collective."""
+        """Return the statistics over all ranks. A collective."""
         total, shape = PolicyStatistics(), self._lags.sums.shape
         sums = np.concatenate([self._sums, self._lags.sums.ravel()])
         sums = _all_reduce(sums, dist.ReduceOp.SUM, device)
@@ -82,7 +83,7 @@ class PolicyStatistics:
         return total
 
     def metrics(self, num_minibatches: int) -> dict[str, float]:
-        """The figures that exist: losses are means over minibatches, the rest are over tokens (see LagSums.metrics).
+        """Return the figures that exist: losses are means over minibatches, others over tokens (LagSums.metrics).
 
         entropy: nats a token. reference_kl: of kept tokens, nats; absent while it is 0, as without a reference.
         sft_loss: cross entropy of the supervised tokens, of which there were sft_tokens, in nats a token and without
@@ -106,9 +107,10 @@ _VALUE_LOSS, _COUNT, _VALUE_CLIPPED, _RETURN, _RETURN_SQUARE, _ERROR, _ERROR_SQU
 
 
 class ValueStatistics:
-    """The same for the critic."""
+    """The critic's statistics: sums over the tokens that this rank computed."""
 
     def __init__(self) -> None:
+        """Begin with no tokens."""
         self._sums = np.zeros(8)
 
     def add(self, values_T: Tensor, returns_T: Tensor, terms: ValueTerms) -> None:
@@ -123,14 +125,16 @@ class ValueStatistics:
         )  # fmt: skip
 
     def reduced(self, device: torch.device) -> ValueStatistics:
-        """The same over all ranks. A collective."""
+        """Return the statistics over all ranks. A collective."""
         total = ValueStatistics()
         total._sums = _all_reduce(self._sums, dist.ReduceOp.SUM, device)
         return total
 
     def metrics(self, num_minibatches: int) -> dict[str, float]:
-        """value_loss, value_mean, return_mean, value_clip_fraction, and explained_variance = 1 - Var(return - value) /
-        Var(return), which is absent where all returns are equal."""
+        """Return the figures of a step: value_loss, value_mean, return_mean, value_clip_fraction, explained_variance.
+
+        explained_variance = 1 - Var(return - value) / Var(return); absent where all returns are equal.
+        """
         count = self._sums[_COUNT]
         figures = {metrics.VALUE_LOSS: self._sums[_VALUE_LOSS] / num_minibatches}
         if count:

@@ -63,7 +63,7 @@ def token_advantages(
     ref_logprobs: Column | None = None,
     values: TokenValues | None = None,
 ) -> TokenAdvantages:
-    """Advantages of all trainable samples.
+    """Return the advantages of all trainable samples.
 
     With the KL divergence in the reward, both logprobs must be given; with `gae`, the values. A trajectory that was
     cut off could have gone on: for `gae` it is worth what the critic expects after its last token (arXiv
@@ -112,5 +112,5 @@ def token_advantages(
 
 
 def with_advantage(advantages: Column) -> Callable[[Sample], bool]:
-    """Whether any token of a sample has an advantage; without one its policy loss and its gradient are 0."""
+    """Return a test of whether any token of a sample has an advantage; without one its loss and gradient are 0."""
     return lambda sample: bool(np.any(advantages[sample.places] != 0.0))

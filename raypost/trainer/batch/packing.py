@@ -56,7 +56,7 @@ class PackingRule:
 
 
 def packing_rule(train: TrainConfig, pair_cost: float) -> PackingRule:
-    """As the configuration says; `pair_cost`: of the model."""
+    """Return the rule that the configuration describes; `pair_cost`: of the model."""
     return PackingRule(train.micro_batch_tokens, train.packing, train.share_prompts == "auto", pair_cost)
 
 
@@ -87,6 +87,7 @@ class MicroBatch:
 
     @property
     def num_trained(self) -> int:
+        """Trained tokens, T."""
         return len(self.targets_T)
 
     @property
@@ -96,7 +97,7 @@ class MicroBatch:
 
 
 def attention_pairs(length: int, prefix: int = 0) -> float:
-    """Pairs of tokens whose attention is computed for a segment: its cost but for a constant.
+    """Return the pairs of tokens whose attention is computed for a segment: its cost but for a constant.
 
     With a mask it is the rectangle of queries and keys; the square of all tokens without one takes less than
     its area, since what lies after the diagonal is skipped. The cheaper of both is chosen (attention.py).
@@ -116,11 +117,12 @@ class Unit:
 
     @property
     def tokens(self) -> int:
+        """Tokens the model computes."""
         prompt = len(self.samples[0].state.prompt_ids)
         return prompt + sum(sample.num_inputs - prompt for sample in self.samples)
 
     def cost(self, rule: PackingRule) -> float:
-        """Of its forward pass, in tokens."""
+        """Return the cost of its forward pass, in tokens."""
         if len(self.samples) == 1:
             return self.tokens + rule.pair_cost * attention_pairs(self.tokens)
         prompt = len(self.samples[0].state.prompt_ids)
@@ -130,7 +132,7 @@ class Unit:
 
 
 def make_units(samples: Sequence[Sample], rule: PackingRule) -> list[Unit]:
-    """Samples of a group with the same prompt together, where that costs less than each for itself.
+    """Put samples of a group with the same prompt together, where that costs less than each for itself.
 
     Raises ValueError naming a sample that is longer than `max_tokens`.
     """
@@ -172,7 +174,7 @@ def _fitting(members: list[Sample], max_tokens: int) -> list[list[Sample]]:
 
 
 def spread(units: Sequence[Unit], world_size: int, rule: PackingRule) -> list[list[Unit]]:
-    """Units by rank, balanced by cost: costliest first, each to the rank with the least so far.
+    """Distribute units over ranks, balanced by cost: costliest first, each to the rank with the least so far.
 
     While a rank has far more than the mean, its largest unit of several samples is split in two.
     """
@@ -212,7 +214,7 @@ def _halves(unit: Unit) -> list[Unit]:
 
 
 def fill(units: Sequence[Unit], rule: PackingRule) -> list[list[Unit]]:
-    """One rank's units in micro-batches of at most `max_tokens`: largest first, each where it fits first.
+    """Put one rank's units into micro-batches of at most `max_tokens`: largest first, each where it fits first.
 
     Unpacked, a micro-batch takes as much as its longest sample times their number.
     """
@@ -234,7 +236,7 @@ def fill(units: Sequence[Unit], rule: PackingRule) -> list[list[Unit]]:
 def plan_micro_batches(
     samples: Sequence[Sample], world_size: int, rule: PackingRule
 ) -> list[list[list[Unit]]]:
-    """Units by [rank][micro-batch], equally many on every rank and at least one. An empty list is a filler."""
+    """Return units by [rank][micro-batch], equally many on every rank and at least one. An empty list is a filler."""
     ranks = [fill(units, rule) for units in spread(make_units(samples, rule), world_size, rule)]
     most = max(1, *map(len, ranks))
     for batches in ranks:
@@ -245,7 +247,7 @@ def plan_micro_batches(
 def micro_batches(
     samples: Sequence[Sample], rank: int, world_size: int, rule: PackingRule
 ) -> list[MicroBatch]:
-    """This rank's micro-batches of one minibatch, at least one, equally many on every rank."""
+    """Return this rank's micro-batches of one minibatch, at least one, equally many on every rank."""
     build = _packed if rule.packed else _padded
     return [build(units) for units in plan_micro_batches(samples, world_size, rule)[rank]]
 

@@ -1,4 +1,4 @@
-"""Supervised examples that every train step learns beside its batch: which ones, and as what the packer takes.
+"""Supervised examples that every train step learns in addition to its batch: which ones, encoded for the packer.
 
 Owns reading, encoding and their order, which depends on the seed and the step alone: all ranks agree, and a resumed
 run goes on where it was. The loss is losses.sft_loss; what a rank does with the examples is in policy_rank.py.
@@ -29,14 +29,17 @@ class SftExamples:
     """The encoded examples of a file."""
 
     def __init__(self, config: SftConfig, tokenizer: Tokenizer, seed: int, max_tokens: int) -> None:
-        """Raises ConfigError naming the line that is no example, or is longer than `max_tokens`, or if the file has
-        fewer lines than a step takes."""
+        """Read and encode the file.
+
+        Raises ConfigError naming the line that is no example or is longer than `max_tokens`, or if the file has fewer
+        lines than a step takes.
+        """
         self._count = config.samples
         self._seed = seed
         self._states = list(_encoded(config, read_examples(config), tokenizer, max_tokens))
 
     def of_step(self, step: int) -> list[Sample]:
-        """The examples of a 1-based train step: each once before any comes again, in another order every time.
+        """Return the examples of a 1-based train step: each once before any repeats, in another order every time.
 
         `Sample.start` counts their own response tokens, as in a batch of them alone. All tokens of a response are
         trained, its end of sequence included.
@@ -53,7 +56,7 @@ class SftExamples:
         return samples
 
     def of_updates(self, step: int, num_updates: int) -> list[list[Sample]]:
-        """Those of a step by its optimizer steps: as equally many as can be, each example in one of them."""
+        """Return those of a step by its optimizer steps: as equally many as can be, each example in one of them."""
         samples = self.of_step(step)
         bounds = [len(samples) * update // num_updates for update in range(num_updates + 1)]
         return [samples[bounds[update] : bounds[update + 1]] for update in range(num_updates)]
@@ -76,7 +79,7 @@ def check_examples(
 
 
 def read_examples(config: SftConfig) -> list[tuple[str, dict[str, str]]]:
-    """(file:line, example) of each line of the file that is not blank. Raises ConfigError."""
+    """Return (file:line, example) of each line of the file that is not blank. Raises ConfigError."""
     path = config.path.expanduser()
     try:
         lines = path.read_text(encoding="utf-8").splitlines()

@@ -39,6 +39,7 @@ class Sample:
 
     @property
     def key(self) -> GroupKey:
+        """Its group."""
         return (self.state.task, self.state.group_id)
 
     @property
@@ -78,8 +79,10 @@ class Sample:
         return (self.state.finish_reason or "").lower() == "length"
 
     def with_one_more(self, start: int) -> Sample:
-        """It at another place and with one token more, which is trained and has no meaning: what would predict it is
-        the state after the last."""
+        """Return it at another place and with one more token, which is trained and has no meaning.
+
+        What would predict that token is the state after the last.
+        """
         state = self.state
         longer = replace(
             state,

@@ -63,13 +63,13 @@ class RowAttention:
 
 
 def positions_of(segments: Sequence[Segment]) -> NDArray[np.int64]:
-    """Position of every token within its trajectory. `segments` cover the row in order."""
+    """Return the position of every token within its trajectory. `segments` cover the row in order."""
     parts = [np.arange(s.prefix_length, s.prefix_length + s.length) for s in segments]
     return np.concatenate([np.empty(0, np.int64), *parts])
 
 
 def row_attention(segments: Sequence[Segment], device: torch.device) -> RowAttention:
-    """How to compute the attention of a row that `segments` cover in order, without gaps."""
+    """Return how to compute the attention of a row that `segments` cover in order, without gaps."""
     num_tokens = sum(segment.length for segment in segments)
     result_L = np.empty(num_tokens, np.int64)
     blocks: list[_SegmentBlock] = []
@@ -182,7 +182,7 @@ def _gathered(values: Tensor, index: Tensor | None) -> Tensor:
 
 
 def _mask(row: RowAttention, block: _SegmentBlock, window: int | None, device: torch.device) -> Tensor | None:
-    """What each query of a block sees, or None where plain causal attention says the same."""
+    """Return what each query of a block sees, or None where plain causal attention says the same."""
     if window is not None and window >= block.keys:
         window = None
     if block.causal and window is None:
@@ -199,7 +199,7 @@ def _mask(row: RowAttention, block: _SegmentBlock, window: int | None, device: t
 
 
 def _no_mask(*_: Any, **__: Any) -> None:
-    """What may see what is the row's business: transformers need not make a mask."""
+    """Make no mask: which token sees which is part of the row."""
 
 
 AttentionInterface.register(ATTENTION, _attend)

@@ -22,13 +22,13 @@ class FolderModel:
     """The model of one folder, on the CPU."""
 
     def __init__(self, folder: Path | str, dtype: str) -> None:
-        """`dtype`: of the weights, as in ModelConfig. Raises ConfigError for a model that cannot be published."""
+        """Load the folder. `dtype`: of the weights, as in ModelConfig. Raises ConfigError if it cannot be published."""
         self._policy = Policy(load_model(str(folder), dtype).eval())
         self._names = CheckpointNames(self._policy.model)
         self._dtype = DTYPES[dtype]
 
     def weights(self) -> Iterator[tuple[str, Bytes, str, tuple[int, ...]]]:
-        """(checkpoint name, flat bytes, dtype, shape) of every weight, tied ones once."""
+        """Yield (checkpoint name, flat bytes, dtype, shape) of every weight, tied ones once."""
         for name, weight in named_weights(self._policy.model):
             for stored, part in self._names.stored(name, weight.detach()):
                 tensor = part.to(self._dtype) if part.is_floating_point() else part
@@ -37,7 +37,7 @@ class FolderModel:
 
     @torch.no_grad()
     def canary_logprobs(self, token_ids: IntArray) -> FloatArray:
-        """Logprob of every token but the first, given those before it, at temperature 1."""
+        """Return the logprob of every token but the first, given those before it, at temperature 1."""
         ids = torch.from_numpy(np.asarray(token_ids, np.int64))
         ones = Sampling(torch.ones(len(ids) - 1))
         logprobs_T, _ = self._policy(ids[None, :-1], torch.arange(len(ids) - 1), ids[1:], ones)

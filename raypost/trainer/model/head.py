@@ -35,7 +35,7 @@ class Sampling:
     top_k_T: Tensor | None = None
 
     def rows(self, rows: slice) -> Sampling:
-        """Of a few tokens."""
+        """Return it for some of the tokens."""
         top_p_T = None if self.top_p_T is None else self.top_p_T[rows]
         return Sampling(
             self.temperatures_T[rows], top_p_T, None if self.top_k_T is None else self.top_k_T[rows]
@@ -51,12 +51,13 @@ class LogitRule:
 
     @classmethod
     def of(cls, config: Any) -> LogitRule:
-        """By the names families of models use; whether that is the whole truth is checked at an engine's start."""
+        """Read the rule from a model's configuration, by the names families of models use; `check_head` verifies it."""
         scale = getattr(config, "logit_scale", None) or 1.0
         scale /= getattr(config, "logits_scaling", None) or 1.0
         return cls(scale=float(scale), cap=getattr(config, "final_logit_softcapping", None))
 
     def __call__(self, output_CV: Tensor) -> Tensor:
+        """Apply the rule to a chunk of the head's output."""
         if self.scale != 1.0:
             output_CV = output_CV * self.scale
         return output_CV if self.cap is None else self.cap * torch.tanh(output_CV / self.cap)
@@ -65,7 +66,7 @@ class LogitRule:
 def sampled_logprobs(
     logits_TV: Tensor, targets_T: Tensor, sampling: Sampling, entropy_gradient: bool
 ) -> tuple[Tensor, Tensor]:
-    """Logprob of each target under the distribution it was sampled from, and that distribution's entropy, nats."""
+    """Return each target's logprob under the distribution it was sampled from, and the distribution's entropy, nats."""
     support_TV = None
     if sampling.top_p_T is not None and sampling.top_k_T is not None:
         scaled_TV = logits_TV.detach() / sampling.temperatures_T[:, None]
@@ -83,6 +84,7 @@ class ChunkedHead(nn.Module):
     """
 
     def __init__(self, head: nn.Linear, rule: LogitRule, max_bytes: int) -> None:
+        """Share the weights of `head`; make at most `max_bytes` of logits at a time."""
         super().__init__()
         self.weight = head.weight
         self.bias = head.bias
@@ -91,7 +93,7 @@ class ChunkedHead(nn.Module):
         self._chunk = max(1, max_bytes // (4 * head.out_features))
 
     def forward(self, hidden_TH: Tensor, targets_T: Tensor, sampling: Sampling) -> tuple[Tensor, Tensor]:
-        """logprobs_T, entropy_T: float32 or wider."""
+        """Return logprobs_T and entropy_T, float32 or wider."""
         num_rows = len(targets_T)
         if num_rows <= self._chunk:
             return self._logprobs(hidden_TH, targets_T, sampling)

@@ -74,7 +74,7 @@ def chosen_logprobs(
     *,
     entropy_gradient: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """Logprob of each target under softmax(logits / temperature), and the entropy in nats; float32 or wider.
+    """Return each target's logprob under softmax(logits / temperature), and the entropy in nats; float32 or wider.
 
     logits_TV, targets_T int64, temperatures_T > 0 -> logprobs_T with gradient, entropy_T with one if
     `entropy_gradient`. `support_TV` (bool, see `sampling_support`): tokens outside have probability 0; a target
@@ -88,7 +88,7 @@ def chosen_logprobs(
 
 @torch.no_grad()
 def sampling_support(scaled_TV: Tensor, targets_T: Tensor, top_p_T: Tensor, top_k_T: Tensor) -> Tensor | None:
-    """Tokens that top-k and top-p leave: support_TV, bool; None where neither cuts anything.
+    """Return the tokens that top-k and top-p leave: support_TV, bool; None where neither cuts anything.
 
     `scaled_TV`: logits, already divided by the temperature. `top_k_T` int64, 0 = all; `top_p_T` in (0, 1]. The target
     is always inside: the engine sampled it, and where it seems outside the trainer's arithmetic differs from the

@@ -44,7 +44,7 @@ class MergedWeight:
         return self.base, self.down, self.up
 
     def value(self) -> Tensor:
-        """The merged matrix, of the base's type; computed in float32."""
+        """Compute the merged matrix, of the base's type, in float32."""
         down, up = (self.up.t(), self.down.t()) if self.transposed else (self.down, self.up)
         return merged(self.base, down, up, self.scale)
 
@@ -61,7 +61,7 @@ class Transposed:
         return (self.factor,)
 
     def value(self) -> Tensor:
-        """The transposed factor."""
+        """Return the transposed factor."""
         return self.factor.detach().t()
 
 
@@ -93,7 +93,7 @@ def add_adapters(model: PreTrainedModel, config: LoraConfig) -> None:
 
 @contextmanager
 def without_adapters(model: nn.Module) -> Iterator[None]:
-    """The model as it was before training."""
+    """Switch the adapters off within: the model is as it was before training."""
     layers = [layer for _, layer in _layers(model)]
     for layer in layers:
         layer.enable_adapters(False)
@@ -107,7 +107,7 @@ def without_adapters(model: nn.Module) -> Iterator[None]:
 def merged_weights(
     weights: Iterator[tuple[str, Tensor]], model: nn.Module
 ) -> Iterator[tuple[str, Tensor | MergedWeight]]:
-    """The weights of an adapted model under the plain model's names, adapters merged."""
+    """Yield the weights of an adapted model under the plain model's names, adapters merged."""
     layers = dict(_layers(model))
     for name, tensor in base_weights(weights):
         layer = layers.get(name.removesuffix(".weight")) if name.endswith(".weight") else None
@@ -119,12 +119,12 @@ def merged_weights(
 
 
 def adapter_scales(model: nn.Module) -> dict[str, float]:
-    """By the plain model's name of each adapted matrix: what the product of its factors counts."""
+    """Return by the plain model's name of each adapted matrix what the product of its factors is multiplied by."""
     return {f"{name}.weight": layer.scaling[_NAME] for name, layer in _layers(model)}
 
 
 def adapter_factors(model: nn.Module) -> Iterator[tuple[str, Weight]]:
-    """Both factors of each adapted matrix, named after it with DOWN and UP: matrix + scale * up @ down."""
+    """Yield both factors of each adapted matrix, named after it with DOWN and UP: matrix + scale * up @ down."""
     for name, layer in _layers(model):
         down, up = _factors(layer)
         if _is_transposed(layer):

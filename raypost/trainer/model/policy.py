@@ -28,7 +28,7 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
 def load_model(model_path: str, dtype: str, gradient_checkpointing: bool = False) -> PreTrainedModel:
-    """A causal LM with dropout off: a policy must give a token one logprob, whoever computes it."""
+    """Load a causal LM with dropout off: each token must have the same logprob wherever it is computed."""
     transformers_logging.disable_progress_bar()
     config = AutoConfig.from_pretrained(model_path)
     for name in vars(config):
@@ -45,8 +45,11 @@ def load_model(model_path: str, dtype: str, gradient_checkpointing: bool = False
 
 
 def save_model(model: PreTrainedModel, weights: Mapping[str, Tensor], source: Path, target: Path) -> None:
-    """Write `target` as a complete Hugging Face folder: `weights` under their checkpoint names (safetensors), and the
-    configuration, generation settings and tokenizer of `source`, which the model was loaded from."""
+    """Write `target` as a complete Hugging Face folder.
+
+    It holds `weights` under their checkpoint names (safetensors), and the configuration, generation settings and
+    tokenizer of `source`, which the model was loaded from.
+    """
     own, settings = model.generation_config, source / GENERATION_CONFIG_NAME
     try:
         if settings.is_file():
@@ -61,7 +64,7 @@ def save_model(model: PreTrainedModel, weights: Mapping[str, Tensor], source: Pa
 
 
 def pair_cost(model: PreTrainedModel) -> float:
-    """Arithmetic of one pair of tokens in all attention layers over that of one token in all other layers."""
+    """Return the arithmetic of one pair of tokens in all attention layers over one token's in all other layers."""
     config = model.config.get_text_config()
     heads = getattr(config, "num_attention_heads", None)
     if not heads:
@@ -82,7 +85,7 @@ class _Model(nn.Module):
         self._own_attention = model.config._attn_implementation
 
     def set_packed(self, packed: bool) -> None:
-        """Whether rows are cut into segments. Raises ValueError if transformers cannot swap the attention."""
+        """Set whether rows are cut into segments. Raises ValueError if transformers cannot swap the attention."""
         wanted = ATTENTION if packed else self._own_attention
         self.model.set_attn_implementation(wanted)
         if self.model.config._attn_implementation != wanted:
@@ -113,6 +116,7 @@ class Policy(_Model):
     """
 
     def __init__(self, model: PreTrainedModel, max_logit_bytes: int = 2**28) -> None:
+        """Take over a causal LM; its head makes at most `max_logit_bytes` of logits at a time."""
         head = model.get_output_embeddings()
         if head is None:
             raise ConfigError(f"{type(model).__name__} has no output head: use a causal language model")
@@ -125,7 +129,7 @@ class Policy(_Model):
             self.head = ChunkedHead(head, LogitRule.of(model.config.get_text_config()), max_logit_bytes)
 
     def set_entropy_gradient(self, wanted: bool) -> None:
-        """Whether the entropy has a gradient, which takes a little more memory."""
+        """Set whether the entropy has a gradient, which takes a little more memory."""
         self._entropy_gradient = wanted
         if self.chunked:
             self.head.entropy_gradient = wanted
@@ -144,7 +148,7 @@ class Policy(_Model):
         sampling: Sampling,
         segments: Sequence[Segment] | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """logprobs_T and entropy_T (nats) of `targets_T`.
+        """Return logprobs_T and entropy_T (nats) of `targets_T`.
 
         Target t is predicted at `index_T[t]` = b * L + position. Rows without `segments` are padded on the
         right, so that causal attention needs no mask.
@@ -167,6 +171,7 @@ class Critic(_Model):
     """A language model without head that gives each chosen position a value."""
 
     def __init__(self, model: PreTrainedModel) -> None:
+        """Put a value head, which gives 0 at first, on the model's body."""
         super().__init__(model.base_model)
         size = model.config.get_text_config().hidden_size
         self.value = nn.Linear(size, 1, dtype=model.dtype)
@@ -177,7 +182,7 @@ class Critic(_Model):
     def forward(
         self, input_ids_BL: Tensor, index_T: Tensor, segments: Sequence[Segment] | None = None
     ) -> Tensor:
-        """values_T, float32 or wider, of the positions `index_T` = b * L + position."""
+        """Return values_T, float32 or wider, of the positions `index_T` = b * L + position."""
         hidden_BLH = self.model(**self._inputs(input_ids_BL, segments))[0]
         values_T: Tensor = self.value(hidden_BLH.flatten(0, 1).index_select(0, index_T))[:, 0]
         return values_T.to(torch.promote_types(values_T.dtype, torch.float32))
