@@ -1,7 +1,7 @@
 """Turning plain classes into actors, and waiting for their resources out loud.
 
-Owns names, lifetimes and the wait for resources. Every actor belongs to the job that spawned it: none is
-detached, so the driver's end is theirs. What a role needs comes from raypost.plan.plan.bundles, the same numbers
+Owns names, lifetimes and the wait for resources. No actor is
+detached: all end with the driver that spawned them. What a role needs comes from raypost.plan.plan.bundles, the same numbers
 that `raypost plan` prints.
 """
 
@@ -25,7 +25,7 @@ log = logging.getLogger(__name__)
 
 LOG_EVERY_S = 15.0
 MAX_CONCURRENCY = 100_000
-"""Calls an asynchronous actor has open at once: above what a pool ever has, so that none queues behind others.
+"""Calls that an asynchronous actor has open at once: more than a pool ever makes, so that no call has to queue.
 
 Not concurrency groups: Ray gives each its own event loop, and a role's state belongs to one loop.
 """

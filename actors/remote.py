@@ -267,9 +267,12 @@ def remote(
     Nothing checks that the actor has the methods of `role`: this is the one place where a handle gets its type. The
     other arguments are those of Remote and RemotePool.
     """
+    made: Remote | RemotePool
     if isinstance(name, str):
-        return cast(R, Remote(name, timeout_s, tries or 1, many, timeouts_s))
-    return cast(R, RemotePool(name, timeout_s, tries or POOL_TRIES, many))
+        made = Remote(name, timeout_s, tries or 1, many, timeouts_s)
+    else:
+        made = RemotePool(name, timeout_s, tries or POOL_TRIES, many)
+    return cast(R, made)
 
 
 class Remote:

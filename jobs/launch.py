@@ -315,7 +315,7 @@ class Launcher:
         """Return the telemetry of the actors started so far."""
         watched = {name: handle for name, handle in self._handles.items() if name.startswith(WATCHED)}
         if self.cfg.eval.pool is not None:
-            # Its time is not the run's: production goes on beside it.
+            # Its time is not the run's: production goes on meanwhile.
             del watched["evaluator"]
         return self._role(
             TelemetryRole, CALL_TIMEOUT_S, "telemetry", Telemetry, self.cfg, watched, self.started_s

@@ -59,7 +59,7 @@ class Roles:
     telemetry: TelemetryRole
     _production: asyncio.Task[None] | None = None
     _evaluation: asyncio.Task[None] | None = None
-    """The last evaluation; it may run beside production."""
+    """The last evaluation; it may run while production goes on."""
     _saved: int = 0
     """Step of the newest checkpoint: at 0 there is nothing to lose."""
     _last: dict[str, float] = field(default_factory=dict)
@@ -112,7 +112,7 @@ class Roles:
     async def pause(self, step: int) -> None:
         """Stop production for the sync after `step`.
 
-        An evaluation that runs beside production is waited for first, where another follows this pause.
+        An evaluation under way is waited for first, where another follows this pause.
         """
         if self.cfg.eval_due(step):
             await self.evaluated()
@@ -186,7 +186,7 @@ class Roles:
         await self.telemetry.log_eval(step, scores)
 
     async def log(self, step: int, status: TakeStatus, trained: dict[str, float]) -> None:
-        """Record one train step and show it. Raises what an evaluation beside production raised meanwhile."""
+        """Record one train step and show it. Raises what an evaluation under way raised meanwhile."""
         if self._evaluation is not None and self._evaluation.done():
             self._evaluation.result()
         memory = {metrics.DRIVER_RSS_BYTES: psutil.Process().memory_info().rss}
