@@ -1,8 +1,7 @@
 """Turning plain classes into actors, and waiting for their resources out loud.
 
-Owns names, lifetimes and the wait for resources. No actor is
-detached: all end with the driver that spawned them. What a role needs comes from raypost.plan.plan.bundles, the same numbers
-that `raypost plan` prints.
+Owns names, lifetimes and the wait for resources. No actor is detached: all end with the driver that spawned them.
+What a role needs comes from raypost.plan.plan.bundles, the same numbers that `raypost plan` prints.
 """
 
 from __future__ import annotations

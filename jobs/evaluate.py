@@ -5,8 +5,8 @@
     python -m jobs.evaluate --config jobs/recipes/quickstart.yaml --checkpoint runs/quickstart/checkpoints/best
 
 `--checkpoint`: one of a run, saved with checkpoint.hf. `--model`: a Hugging Face folder. Without both: the model that
-the recipe starts from. Prints a table, and writes the scores as JSON into the run folder, or to `--output`. Exit code: 0
-done, or stopped (then there are no scores), 1 failed, 2 refused.
+the recipe starts from. Prints a table, and writes the scores as JSON into the run folder, or to `--output`. Exit code:
+0 done, or stopped (then there are no scores), 1 failed, 2 refused.
 """
 
 from __future__ import annotations
