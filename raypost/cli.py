@@ -13,7 +13,7 @@ import shlex
 import subprocess
 import sys
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Any
@@ -123,10 +123,7 @@ def status(run_dir: RunDir) -> None:
     """Show where a run stands: its last step, and its report once there is one."""
     with _refusals():
         figures = _status(run_dir)
-    table = Table(title=str(run_dir), show_header=False, title_justify="left")
-    for name, value in figures.items():
-        table.add_row(name, escape(_text(value)))
-    _console().print(table)
+    _console().print(_table(str(run_dir), figures.items()))
 
 
 @app.command()
@@ -181,8 +178,11 @@ def _console() -> Console:
     return Console() if sys.stdout.isatty() else Console(width=130)
 
 
-def _text(value: Any) -> str:
-    return f"{value:.4g}" if isinstance(value, float) else str(value)
+def _table(title: str, rows: Iterable[Sequence[object]], *columns: str) -> Table:
+    table = Table(*columns, title=title, title_justify="left", show_header=bool(columns))
+    for row in rows:
+        table.add_row(*(escape(f"{cell:.4g}" if isinstance(cell, float) else str(cell)) for cell in row))
+    return table
 
 
 def _cluster_resources(cluster: str, nodes: list[str]) -> ClusterResources | None:
@@ -206,12 +206,11 @@ def _token() -> str | None:
 
 def _node(text: str) -> dict[str, float]:
     try:
-        node = {str(name): float(amount) for name, amount in json.loads(text).items()}
+        return {str(name): float(amount) for name, amount in json.loads(text).items()}
     except (ValueError, AttributeError, TypeError) as error:
         raise ConfigError(
             f"""--node {text!r} must be JSON such as '{{"CPU": 8, "GPU": 4}}': {error}"""
         ) from None
-    return node
 
 
 def _show_plan(config: Config, cluster: ClusterResources | None) -> None:
@@ -224,20 +223,15 @@ def _show_plan(config: Config, cluster: ClusterResources | None) -> None:
     console.print(
         f"[bold]{config.name}[/bold]: {escape(str(found.run_dir))} ({state}), digest {found.run_digest}"
     )
-    table = Table("role", "actors", "count", "each reserves", "node", title="Placement", title_justify="left")
-    for row in found.placement:
-        table.add_row(row.role, row.actors, str(row.count), row.resources, row.nodes)
-    console.print(table)
+    placed = [(row.role, row.actors, row.count, row.resources, row.nodes) for row in found.placement]
+    console.print(_table("Placement", placed, "role", "actors", "count", "each reserves", "node"))
+    bounds = [
+        (one.task, one.strategy, one.expired_from, one.rule, one.oldest, one.beyond)
+        for one in found.staleness
+    ]
     columns = ("task", "strategy", "expired from", "which is", "oldest trained", "what is older")
-    table = Table(*columns, title="Staleness bound", title_justify="left")
-    for bound in found.staleness:
-        steps = "never" if bound.threshold is None else f"staleness {bound.threshold}"
-        table.add_row(bound.task, bound.strategy, steps, bound.rule, bound.oldest, bound.beyond)
-    console.print(table)
-    table = Table(title="Batch arithmetic", show_header=False, title_justify="left")
-    for name, value in found.batch:
-        table.add_row(name, escape(value))
-    console.print(table)
+    console.print(_table("Staleness bound", bounds, *columns))
+    console.print(_table("Batch arithmetic", found.batch))
     console.print(f"Transport of weights: {found.transport}", highlight=False)
     for warning in found.warnings:
         console.print(f"[yellow]warning:[/yellow] {escape(warning)}", highlight=False)
@@ -262,12 +256,11 @@ def _submit_command(
             f"--config {config} lies outside {root}, which is what travels to the job: move it there"
         )
     resolved = load_config(config, overrides)
-    cluster = ClusterResources.of_dashboard(address, _token())
-    cluster = ClusterResources(cluster.nodes, elastic=True)  # it may have an autoscaler; the job checks again
-    if (
-        parts.hostname in LOOPBACK
-    ):  # elsewhere model, data and run folder are the cluster's, not this machine's
-        _show_plan(resolved, cluster)
+    nodes = ClusterResources.of_dashboard(address, _token()).nodes
+    # Elsewhere model, data and run folder are the cluster's, not this machine's.
+    if parts.hostname in LOOPBACK:
+        # It may have an autoscaler; the job checks again.
+        _show_plan(resolved, ClusterResources(nodes, elastic=True))
     # The job's own folder is removed with it: a relative run folder would be lost.
     runs_dir = str(resolved.runs_dir.expanduser().absolute())
     variables = {**_environment(env), "RAY_JOB_STOP_WAIT_TIME_S": str(STOP_WAIT_S)}
@@ -275,16 +268,8 @@ def _submit_command(
     options = ["--working-dir", ".", "--runtime-env-json", json.dumps({"env_vars": variables})]
     options += ["--submission-id", submission_id] if submission_id else []
     options += ["--no-wait"] if no_wait else []
-    job = [
-        "python",
-        "-m",
-        "jobs.train",
-        "--config",
-        str(config.resolve().relative_to(root)),
-        "--runs-dir",
-        runs_dir,
-    ]
-    return [*ray, *options, "--", *job, *overrides]
+    job = ["python", "-m", "jobs.train", "--config", str(config.resolve().relative_to(root))]
+    return [*ray, *options, "--", *job, "--runs-dir", runs_dir, *overrides]
 
 
 def _environment(pairs: list[str]) -> dict[str, str]:

@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable
 from difflib import get_close_matches
 from pathlib import Path
-from typing import Any
+from typing import Any, ParamSpec
 
 from raypost.config import Config, ModelConfig, TaskConfig, load_config
 from raypost.config.identity import run_identity
@@ -27,6 +27,8 @@ from raypost.models.resolve import SMOLLM2, TINY, check_model
 from raypost.plan.cluster import engine_pools
 from raypost.trainer.batch.sft import check_examples
 
+P = ParamSpec("P")
+
 CONFIG_FILE = "config.yaml"
 """The resolved configuration in a run folder; it tells which run the folder holds."""
 
@@ -34,10 +36,10 @@ PROMPT_CHECK_S = 0.3
 """How long prompts of a task are tokenised before a run starts, at most."""
 
 
-def _problem(action: Callable[[], object]) -> list[str]:
+def _problem(check: Callable[P, object], *args: P.args, **kwargs: P.kwargs) -> list[str]:
     """Return the message of the ConfigError that a check raises, if any, as a list."""
     try:
-        action()
+        check(*args, **kwargs)
     except ConfigError as error:
         return [str(error)]
     return []
@@ -45,7 +47,7 @@ def _problem(action: Callable[[], object]) -> list[str]:
 
 def model_problems(config: Config) -> list[str]:
     """Check that the model exists, that the run fits it, and that its tokenizer can end a response."""
-    problems = _problem(lambda: check_model(config.model))
+    problems = _problem(check_model, config.model)
     folder = _local_folder(config)
     if config.device == "cpu":
         problems += [
@@ -91,7 +93,7 @@ def composition_problems(config: Config) -> list[str]:
     problems += [*_reward_model_problems(config), *_reference_problems(config)]
     critic = config.train.critic
     if critic is not None and critic.name is not None:
-        problems += _problem(lambda: check_model(ModelConfig(name=critic.name or "")))
+        problems += _problem(check_model, ModelConfig(name=critic.name))
     if critic is not None and config.train.batch_size % critic.num_workers:
         problems.append(
             f"train.batch_size is {config.train.batch_size} groups, not divisible by train.critic.num_workers "
@@ -116,9 +118,9 @@ def _reward_model_problems(config: Config) -> list[str]:
                 "sequence classifier with one output"
             )
         elif folder.is_dir():
-            problems += _problem(lambda model=model, folder=folder: check_reward_model(model, folder))  # type: ignore[misc]
+            problems += _problem(check_reward_model, model, folder)
         else:
-            problems += _problem(lambda model=model: check_model(ModelConfig(name=model.model)))  # type: ignore[misc]
+            problems += _problem(check_model, ModelConfig(name=model.model))
     return problems
 
 
@@ -179,7 +181,7 @@ def source_problems(config: Config) -> list[str]:
     tokenizer = _local_tokenizer(config)
     problems = []
     if (sft := config.train.sft) is not None:
-        problems += _problem(lambda: check_examples(sft, tokenizer, config.max_model_len, PROMPT_CHECK_S))
+        problems += _problem(check_examples, sft, tokenizer, config.max_model_len, PROMPT_CHECK_S)
     for task in config.tasks:
         try:
             problems += (

@@ -31,6 +31,11 @@ class Bound:
     beyond: str
     """What becomes of older data."""
 
+    @property
+    def expired_from(self) -> str:
+        """The threshold in words."""
+        return "never" if self.threshold is None else f"staleness {self.threshold}"
+
 
 def shares(config: Config) -> dict[str, int]:
     """Return the groups of each task in the first batch."""

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
+from pydantic import BaseModel
 
-from raypost.config import load_config, parse_config
+from raypost.config import ConfigModel, load_config, parse_config
 from raypost.errors import ConfigError
 from tests.factories import SMALLEST, make_config, plain_config, refusal_of
 
@@ -100,6 +102,31 @@ BAD = [
 def test_bad_configuration_is_refused_with_place_value_and_fix(raw: dict[str, Any], parts: list[str]) -> None:
     text = refusal_of(raw)
     assert [part for part in parts if part not in text] == []
+
+
+@pytest.mark.parametrize(
+    "place",
+    [
+        "train__advantage__unbiased_std",
+        "train__advantage__min_group_size",
+        "train__loss__constant_length",
+        "buffer__low_water",
+        "eval__confidence",
+        "eval__pass_k",
+    ],
+)
+def test_a_key_that_was_removed_is_refused_with_its_place(place: str) -> None:
+    assert f"{place.replace('__', '.')}: unknown key" in refusal_of(plain_config(**{place: 1}))
+
+
+def test_every_field_of_the_configuration_has_a_sentence() -> None:
+    def fields(model: type[BaseModel]) -> Iterator[tuple[str, str | None]]:
+        for name, field in model.model_fields.items():
+            yield f"{model.__name__}.{name}", field.description
+        for part in model.__subclasses__():
+            yield from fields(part)
+
+    assert [name for name, sentence in fields(ConfigModel) if not (sentence or "").endswith(".")] == []
 
 
 def test_good_configuration_is_accepted_and_frozen() -> None:
