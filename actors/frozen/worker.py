@@ -1,7 +1,7 @@
 """FrozenWorker: the base of workers whose engine's weights never change.
 
 Owns when the engine is built and what becomes of a build that fails. An actor that Ray restarted builds its engine
-during its first call, which waits for it: nobody has to start it a second time.
+during its first call, which waits for it; no second `start` is needed.
 """
 
 from __future__ import annotations

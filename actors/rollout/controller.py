@@ -116,7 +116,6 @@ class RolloutController(CallBatches):
             for name, handle in workers.items()
         ]
         self._weights: _Weights | None = None
-        self._version: int | None = None
         self._deadlines = PauseDeadlines(rollout.pause_timeout_s)
         self._paused = True
         self._mode: PauseMode | None = None
@@ -132,6 +131,10 @@ class RolloutController(CallBatches):
     def __repr__(self) -> str:
         """Return the role's name."""
         return "rollout-controller"
+
+    @property
+    def _version(self) -> int | None:
+        return None if self._weights is None else self._weights.manifest.version
 
     async def start(self) -> list[EngineInfo]:
         """Start all engines at once. Raises the first failing worker's error, or WaitTimeoutError."""
@@ -280,7 +283,6 @@ class RolloutController(CallBatches):
         deadline = time.monotonic() + self._sync_timeout_s
         async with self._control:
             self._weights = _Weights(manifest, buckets)
-            self._version = manifest.version
             self._asleep = False
         await self._notify()
         while True:
@@ -307,7 +309,7 @@ class RolloutController(CallBatches):
         async with self._control:
             if self._asleep:
                 raise RaypostError(
-                    "the pool sleeps and has lent its devices: load a version, or resume it, first"
+                    "the pool sleeps and others use its devices: load a version, or resume it, first"
                 )
             return await self._on_every_up("canary", self._sync_timeout_s, prompt_ids, named=True)
 
@@ -385,7 +387,7 @@ class RolloutController(CallBatches):
     async def _until_awake(self, worker: PoolWorker) -> None:
         # Without a deadline: the devices are given away for as long as the trainer needs them.
         if self._asleep:
-            log.warning("%s comes back when the pool wakes: its device is lent", worker.name)
+            log.warning("%s comes back when the pool wakes: others use its device", worker.name)
         async with self._changed:
             await self._changed.wait_for(lambda: not self._asleep)
 

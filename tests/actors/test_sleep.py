@@ -61,7 +61,7 @@ class ScriptedEngine:
         """One token at the end of time, unless it is aborted."""
         self.aborted = False
         await self.goes_on.wait()
-        assert not self.sleeping, "the engine generates with memory that it has lent"
+        assert not self.sleeping, "the engine generates with memory that it gave away"
         if self.aborted:
             return GenerateResult.nothing("abort")
         return GenerateResult(
@@ -73,7 +73,7 @@ class ScriptedEngine:
         )
 
     async def prompt_logprobs(self, prompt_ids: np.ndarray, resume: bool = False) -> np.ndarray:
-        assert not self.sleeping, "the canary runs in memory that was lent"
+        assert not self.sleeping, "the canary runs in memory that was given away"
         return np.full(len(prompt_ids) - 1, self.loaded[0], np.float32)
 
     async def pause(self, mode: str, clear_cache: bool = True) -> None:
@@ -85,7 +85,7 @@ class ScriptedEngine:
         self.goes_on.clear()
 
     async def resume(self) -> None:
-        assert not self.sleeping, "the engine resumes with memory that it has lent"
+        assert not self.sleeping, "the engine resumes with memory that it gave away"
         self.goes_on.set()
 
     async def sleep(self, keep_weights: bool) -> None:
@@ -103,7 +103,7 @@ class ScriptedEngine:
         self.sleeping -= woken
 
     async def load(self, manifest: Manifest, buckets: Sequence[Bytes]) -> None:
-        assert "weights" not in self.sleeping, "weights are loaded into memory that was lent"
+        assert "weights" not in self.sleeping, "weights are loaded into memory that was given away"
         if self.fails == "load":
             raise RuntimeError("these bytes are not what was sent")
         self.loaded = (manifest.version, manifest.digest, False)
@@ -254,7 +254,7 @@ async def test_an_engine_that_serves_or_holds_frozen_requests_does_not_sleep() -
     assert worker.engine.sleeping == BOTH
 
 
-async def test_a_worker_without_an_engine_has_nothing_to_lend_and_comes_up_awake() -> None:
+async def test_a_worker_without_an_engine_has_nothing_to_give_away_and_comes_up_awake() -> None:
     worker = Worker("rollout-0", "", CONFIG, 0)
     await worker.sleep(keep_weights=False)
     with pytest.raises(EngineLostError):
@@ -393,7 +393,7 @@ async def test_the_pool_wakes_with_a_load_and_a_resume() -> None:
     await pool.controller.sleep(keep_weights=False)
     assert (pool.sleeping, pool.versions) == (["all"] * 2, [None] * 2)
     assert (await pool.controller.generate(request())).finish_reason == "abort"
-    with pytest.raises(RaypostError, match="the pool sleeps and has lent its devices"):
+    with pytest.raises(RaypostError, match="the pool sleeps and others use its devices"):
         await pool.controller.canary(np.arange(3, dtype=np.int32))
     with pytest.raises(StaleWeightsError, match="cannot serve version 2: the pool holds 1"):
         await pool.controller.resume(2)
@@ -432,7 +432,7 @@ async def test_a_pool_sleeps_before_its_first_version_and_only_when_nothing_is_i
 
 
 @pytest.mark.parametrize("keep_weights", [True, False])
-async def test_no_engine_starts_on_a_device_that_is_lent(keep_weights: bool) -> None:
+async def test_no_engine_starts_on_a_device_that_others_use(keep_weights: bool) -> None:
     pool = await pool_paused_at(1)
     victim = pool.workers["rollout-0"]
     victim.is_dead = True
