@@ -460,6 +460,7 @@ def test_memory_is_that_of_the_living_groups_not_of_the_journal(long_run: Path) 
     assert peak < 500_000
 
 
+@pytest.mark.no_cover  # a measured program is slower
 def test_a_journal_is_read_at_megabytes_a_second(long_run: Path) -> None:
     size_mb = (long_run / LEDGER_FILE).stat().st_size / 1e6
     started = time.process_time()
