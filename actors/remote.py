@@ -293,7 +293,7 @@ class Remote:
 
         `tries` above 1 repeat a call whose actor died or restarts: its calls must be idempotent. `many` are the
         methods whose calls travel together, with how many of them do so at most. `timeouts_s` are the methods with a
-        deadline of their own; None: without one.
+        deadline of their own; None: without one, and the call goes on when its caller no longer waits.
         """
         self._name = name
         self._timeout_s = timeout_s
@@ -334,7 +334,8 @@ class Remote:
         try:
             answer = await within(first, timeout_s, waiting_for)
         except (asyncio.CancelledError, WaitTimeoutError):
-            ray.cancel(first)
+            if timeout_s is not None:
+                ray.cancel(first)
             raise
         return (answer, *others) if others else answer
 
