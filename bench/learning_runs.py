@@ -26,8 +26,9 @@ from raypost.data.prompt import Prompt, render
 from raypost.data.sampler import Sampler
 from raypost.data.task_source import build_source, held_out
 from raypost.data.tokenizer import Tokenizer
-from raypost.judges.rules import RuleJudge, build_judge
+from raypost.judges.rules import build_judge
 from raypost.models.resolve import resolve_model
+from raypost.protocols import Judge
 from raypost.types import RolloutState, SampleParams
 
 if TYPE_CHECKING:
@@ -103,7 +104,7 @@ def recipe(name: str, seed: int) -> tuple[Config, list[str]]:
     return load_config(RECIPE, overrides), overrides
 
 
-def judged(judge: RuleJudge, texts: list[str], metadata: list[dict[str, Any]]) -> list[float]:
+def judged(judge: Judge, texts: list[str], metadata: list[dict[str, Any]]) -> list[float]:
     """Scores of the responses."""
     states = [
         RolloutState(
@@ -127,7 +128,8 @@ def score(folder: Path, config: Config, problems: list[Prompt]) -> dict[str, flo
 
     task, tokenizer = config.tasks[0], Tokenizer.load(folder)
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
-    texts, tokens = [], 0
+    texts: list[str] = []
+    tokens = 0
     for start in range(0, len(problems), 256):
         rows = [render(one, tokenizer, task) for one in problems[start : start + 256]]
         width = max(map(len, rows))
@@ -277,7 +279,7 @@ def trl_trainer(lag: int) -> Any:
     """
     from trl import GRPOTrainer
 
-    class Stale(GRPOTrainer):
+    class Stale(GRPOTrainer):  # type: ignore[misc]  # TRL has no types
         def _generate_single_turn(self, *args: Any, **kwargs: Any) -> Any:
             now = {name: one.clone() for name, one in self.model.state_dict().items()}
             self.versions: list[dict[str, Any]] = [*getattr(self, "versions", []), now][-lag - 1 :]

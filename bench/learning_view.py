@@ -216,12 +216,12 @@ def drift_figure(runs: Runs) -> Figure:
         *size.get_legend_handles_labels(), loc="outside lower center", ncols=3, frameon=False, fontsize=9
     )
     found = by_lag(runs, "cycle-8")
-    for values, label, colour in (
+    for shares, label, colour in (
         ([1 - row["effective_sample_size"] for row in found.values()], "1 - effective sample size", BLUE),
         ([row["rollout_kl_k3"] for row in found.values()], "KL, nats a token", RED),
         ([row["clip_fraction"] for row in found.values()], "clipped tokens", ORANGE),
     ):
-        lags.plot(list(found), values, "o-", color=colour, label=label, ms=4)
+        lags.plot(list(found), shares, "o-", color=colour, label=label, ms=4)
     _dress(lags, "by version lag, staleness 0 to 8 in turn")
     lags.set_xlabel("lag, steps", color=GREY)
     lags.legend(frameon=False, fontsize=8)

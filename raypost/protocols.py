@@ -22,7 +22,6 @@ from raypost.types import (
     Ref,
     RolloutState,
     RunStatus,
-    Span,
     Status,
     SyncReport,
     WeightReport,
@@ -111,10 +110,6 @@ class Reference(Protocol):
 
     async def compute_ref_logprobs(self, batch_ref: Ref[PackedGroups]) -> Ref[FloatArray]:
         """Return a ref of a column: logprobs of the batch's trained tokens, sampled as they were, 0 elsewhere."""
-        ...
-
-    async def drain_spans(self) -> list[Span]:
-        """Return what all parts of it did since the last call."""
         ...
 
     async def shutdown(self) -> None:

@@ -165,11 +165,6 @@ class ReferenceGroup:
                 await asyncio.sleep(0.5 * (1 + attempt // len(self._workers)))
         raise AssertionError("unreachable: it tries until it is cancelled")
 
-    async def drain_spans(self) -> list[Span]:
-        """Return what all workers did since the last call."""
-        drained = await asyncio.gather(*(worker.drain_spans.remote() for worker in self._workers))
-        return [span for spans in drained for span in spans]
-
     async def shutdown(self) -> None:
         """End the engines and the actors, including those that do not answer."""
         ending = asyncio.gather(
