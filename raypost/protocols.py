@@ -1,5 +1,7 @@
-"""The seams between roles. The same names hold for an object in this process and for an actor behind
-`actors.remote.Remote`, so that every role can be tested without Ray.
+"""The interfaces between roles.
+
+The same names hold for an object in this process and for an actor behind `actors.remote.Remote`, so that every role
+can be tested without Ray.
 """
 
 from __future__ import annotations
@@ -28,6 +30,7 @@ from raypost.types import (
 )
 from raypost.weights.manifest import Bytes, Manifest
 
+T = TypeVar("T")
 BatchT_co = TypeVar("BatchT_co", covariant=True)
 """A batch as its buffer hands it out: PackedGroups in one process, a Ref of them from another. Production passes it
 on and cannot open it."""
@@ -64,7 +67,7 @@ class Judge(Protocol):
     """Scores responses."""
 
     async def judge(self, states: list[RolloutState]) -> list[float]:
-        """One reward per state. Raises JudgeError; a failure is never a reward."""
+        """Return one reward per state. Raises JudgeError; a failure is never a reward."""
         ...
 
 
@@ -80,8 +83,10 @@ class RolloutControl(Protocol):
         ...
 
     async def resume(self, version: int) -> None:
-        """Engines first, gate last; engines that sleep wake. Raises StaleWeightsError unless the pool holds
-        `version`. Idempotent."""
+        """Start the engines, waking those that sleep, then open the gate. Idempotent.
+
+        Raises StaleWeightsError unless the pool holds `version`.
+        """
         ...
 
 
@@ -93,7 +98,7 @@ class WeightSource(Protocol):
         ...
 
     async def canary(self, token_ids: IntArray) -> FloatArray:
-        """Logprob of every token but the first under the current weights, at temperature 1."""
+        """Return the logprob of every token but the first under the current weights, at temperature 1."""
         ...
 
     async def offload(self) -> None:
@@ -161,10 +166,20 @@ class Lease(Generic[BatchT_co]):
     num_samples: int
     batch: BatchT_co
 
+    def with_batch(self, batch: T) -> Lease[T]:
+        """Return the lease with its batch in another form."""
+        return Lease(
+            step=self.step,
+            keys=self.keys,
+            staleness=self.staleness,
+            num_samples=self.num_samples,
+            batch=batch,
+        )
+
 
 @dataclass(slots=True, frozen=True)
 class TaskLimits:
-    """How the buffer ages one task's groups; both thresholds in train steps, None: never."""
+    """How one task's groups expire in the buffer; both thresholds in train steps, None: never."""
 
     stale_threshold: int | None
     token_stale_threshold: int | None = None
@@ -196,23 +211,25 @@ class BufferCounts:
 
 
 class Buffer(Protocol[BatchT_co]):
-    """Groups by (task, status), owned by whoever implements this. Every method is idempotent."""
+    """Groups by (task, status), between production and training. Every method is idempotent."""
 
     async def put(self, packed: PackedGroups, train_step: int) -> list[PutResult]:
-        """Store groups, aged at `train_step`; one result each, in order. A key that is known is replaced and
-        keeps its place in the order; one that is leased or trained changes nothing. FAILED and FILTERED groups
-        are not stored, and a popped group put as one of these is gone."""
+        """Store groups as of `train_step`; returns one result each, in order.
+
+        A key that is known is replaced and keeps its place in the order; one that is leased or trained changes
+        nothing. FAILED and FILTERED groups are not stored, and a popped group put as one of these is gone.
+        """
         ...
 
     async def refresh(self, train_step: int, claim: int = 0) -> list[ExpiredGroup]:
-        """Age everything again at `train_step`; returns what newly expired. `claim` as in `pop`; 0: none."""
+        """Expire what is too old at `train_step`; returns what newly expired. `claim` as in `pop`; 0: none."""
         ...
 
     async def pop(self, task: str, sources: Sequence[Status], limit: int, claim: int) -> PackedGroups | None:
-        """Hand out up to `limit` groups to be continued: all of the first status, then the next; the buffer's
-        order within. They stay journaled until they are put again or dropped. None if there are none.
+        """Hand out up to `limit` groups to be continued; None if there are none.
 
-        `claim` grows with every new request; the last one asked again gives the same groups.
+        All of the first status come first, then the next, each in the buffer's order. They stay journaled until they
+        are put again or dropped. `claim` grows with every new request; the last one asked again gives the same groups.
         """
         ...
 
@@ -221,14 +238,14 @@ class Buffer(Protocol[BatchT_co]):
         ...
 
     async def reclaim(self) -> tuple[GroupKey, ...]:
-        """Take back all popped groups as they were: whoever held them is gone. Returns their keys."""
+        """Take back all popped groups as they were: their holder is gone. Returns their keys."""
         ...
 
     async def lease(self, step: int, per_task: dict[str, int]) -> Lease[BatchT_co] | None:
         """Lease exactly that many COMPLETED groups a task in the buffer's order, or None and change nothing.
-        Tokens at or above the task's token threshold are masked in the batch alone.
 
-        Asked again for a step whose lease is open, it returns the same lease.
+        Tokens at or above the task's token threshold are masked in the batch alone. Asked again for a step whose
+        lease is open, it returns the same lease.
         """
         ...
 
@@ -237,11 +254,11 @@ class Buffer(Protocol[BatchT_co]):
         ...
 
     async def counts(self) -> BufferCounts:
-        """Groups and bytes by task and status, and whether the buffer is full."""
+        """Return groups and bytes by task and status, and whether the buffer is full."""
         ...
 
     async def state_dict(self) -> dict[str, Any]:
-        """Everything needed to restore the buffer, as plain data and NumPy arrays."""
+        """Return everything needed to restore the buffer, as plain data and NumPy arrays."""
         ...
 
     async def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -297,8 +314,10 @@ class RolloutPool(Generator, RolloutControl, WeightSink, Protocol):
         ...
 
     async def sleep(self, keep_weights: bool) -> None:
-        """Free the engines' devices until the next `load_weights` or `resume`. The pool must be paused, with no
-        request frozen in it."""
+        """Free the engines' devices until the next `load_weights` or `resume`.
+
+        The pool must be paused, with no request frozen in it.
+        """
         ...
 
     async def states(self) -> dict[str, str]:

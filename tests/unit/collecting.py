@@ -13,7 +13,7 @@ from raypost.agent_loop.environment import Observation
 from raypost.collector import Collector
 from raypost.data.prompt import Prompt
 from raypost.types import GenerateRequest, GenerateResult, IntArray
-from tests.unit.production import STOP
+from tests.unit.prompts import STOP
 
 
 class Numbers:

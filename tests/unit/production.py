@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import math
 import selectors
-from collections.abc import AsyncIterator, Callable, Coroutine
+from collections.abc import AsyncIterator, Callable, Coroutine, Generator
 from contextlib import asynccontextmanager
 from typing import Any, TypeVar
 
@@ -20,11 +20,12 @@ from raypost.config import JudgeConfig, SourceConfig, StrategyConfig, TaskConfig
 from raypost.data.sampler import Sampler
 from raypost.errors import StaleWeightsError
 from raypost.ledger.ledger import Ledger
+from raypost.packed import PackedGroups
 from raypost.pause import PauseMode
 from raypost.production.allocation import Allocation, WeightFunction
 from raypost.production.producer import Producer, TaskRuntime
 from raypost.production.strategy import build_strategy
-from raypost.protocols import BufferBounds
+from raypost.protocols import BufferBounds, Lease, TakeStatus
 from raypost.types import Group, RolloutState, SampleParams, Status
 from tests.unit.prompts import STOP, Numbers, encode
 
@@ -182,6 +183,24 @@ class SlowBuffer:
         return call
 
 
+class Sealed:
+    """A batch that must not be opened: neither awaited nor looked at."""
+
+    def __getattribute__(self, name: str) -> Any:
+        raise AssertionError(f"the batch was opened: {name}")
+
+    def __await__(self) -> Generator[Any, None, Any]:
+        raise AssertionError("the batch was opened")
+
+
+class SealedBuffer(SlowBuffer):
+    """A buffer that hands its batches out sealed."""
+
+    async def lease(self, step: int, per_task: dict[str, int]) -> Lease[Sealed] | None:
+        lease = await self._buffer.lease(step, per_task)
+        return None if lease is None else lease.with_batch(Sealed())
+
+
 def task_config(
     name: str = "default",
     *,
@@ -218,6 +237,7 @@ class World:
         is_valid: Callable[[Group], bool] | None = None,
         should_continue: Callable[[int, int], bool] | None = None,
         buffer_call_s: float = 0.0,
+        sealed: bool = False,
         bounds: BufferBounds | None = None,
         weights: WeightFunction | None = None,
         take_timeout_s: float = 3600.0,
@@ -230,6 +250,9 @@ class World:
         }
         limits = {name: one.limits for name, one in self.strategies.items()}
         self.buffer = ReplayBuffer(limits, bounds or BufferBounds())
+        buffer: Any = SlowBuffer(self.buffer, buffer_call_s) if buffer_call_s else self.buffer
+        if sealed:
+            buffer = SealedBuffer(self.buffer, 0.0)
         self.ledger = ledger or Ledger()
         self.samplers = {one.name: Sampler(one, Numbers(size), encode, (STOP,), 0) for one in configs}
         runtimes = [
@@ -237,7 +260,7 @@ class World:
         ]
         self.producer = Producer(
             runtimes,
-            SlowBuffer(self.buffer, buffer_call_s) if buffer_call_s else self.buffer,
+            buffer,
             self.pool,
             self.ledger,
             Allocation(configs, batch_size, weights),
@@ -246,6 +269,12 @@ class World:
             clock=loop.time,
             take_timeout_s=take_timeout_s,
         )
+
+    async def take(self, step: int) -> tuple[TakeStatus, PackedGroups]:
+        """Take a batch that must be there."""
+        status, packed = await self.producer.take_batch(step)
+        assert packed is not None
+        return status, packed
 
     def start(self) -> asyncio.Task[None]:
         return asyncio.get_running_loop().create_task(self.producer.run(), name="run")
@@ -322,22 +351,21 @@ def fate(**fates: set[int]) -> Callable[[Group], str]:
     return lambda one: next((name for name, ids in fates.items() if one.group_id in ids), "ok")
 
 
-async def train_step(world: World, step: int) -> Any:
+async def train_step(world: World, step: int) -> tuple[TakeStatus, PackedGroups]:
     """Take, acknowledge and sync, as the main loop does."""
-    status, packed = await world.producer.take_batch(step)
-    assert packed is not None
+    status, packed = await world.take(step)
     await world.producer.acknowledge(step)
     await world.producer.pause()
     await world.producer.resume(step)
     return status, packed
 
 
-async def take_after_sync(world: World, step: int) -> Any:
+async def take_after_sync(world: World, step: int) -> tuple[TakeStatus, PackedGroups]:
     """Take; if production wants newer weights first, give it those of the step before."""
     status, packed = await world.producer.take_batch(step)
     if packed is None:
         await world.producer.acknowledge(step - 1)
         await world.producer.pause()
         await world.producer.resume(step - 1)
-        status, packed = await world.producer.take_batch(step)
+        return await world.take(step)
     return status, packed

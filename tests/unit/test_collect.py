@@ -34,7 +34,8 @@ from tests.unit.collecting import (
     really,
     sizes,
 )
-from tests.unit.production import STOP, virtual
+from tests.unit.production import virtual
+from tests.unit.prompts import STOP
 
 # ---------------------------------------------------------------- what is yielded
 
@@ -214,7 +215,7 @@ def ended(before: int) -> bool:
 # ---------------------------------------------------------------- sinks
 
 
-class AsyncBuffer(list):
+class AsyncBuffer(list[Any]):
     async def extend(self, items: Any) -> int:  # type: ignore[override]
         await asyncio.sleep(0.001)
         super().extend(items)

@@ -294,7 +294,7 @@ def test_a_cancelled_wait_loses_no_turn() -> None:
         async with collect(
             Engine(seconds=10.0), dialog_turns_per_batch=7, total_dialog_turns=14
         ) as collector:
-            batches = []
+            batches: list[Any] = []
             while len(batches) < 2:
                 try:
                     async with asyncio.timeout(3):

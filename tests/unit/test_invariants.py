@@ -20,7 +20,6 @@ from raypost.judges.rules import RuleJudge
 from raypost.packed import pack_groups, unpack_groups
 from raypost.types import GenerateRequest, GenerateResult, Group, RolloutState, Status
 from tests.unit.production import (
-    STOP,
     Pool,
     World,
     fate,
@@ -29,6 +28,7 @@ from tests.unit.production import (
     task_config,
     virtual,
 )
+from tests.unit.prompts import STOP
 from tests.unit.scripted_generator import Scorer, decode, init, result
 
 # ---------------------------------------------------------------- 5: one length, and never another token
@@ -119,9 +119,9 @@ def test_what_was_wrong_is_trained_with_zero_and_what_failed_is_not_trained(
     async def main() -> None:
         world, wrong = World(batch_size=2), Scorer(rewards=error or [0.0, 0.0])
         first, others = (SingleTurnAgentLoop(Stops(), judge, decode) for judge in (wrong, Scorer()))
-        world.pool.run = lambda one: (others if one.group_id else first).run(one)  # type: ignore[method-assign]
+        world.pool.run = lambda one: (others if one.group_id else first).run(one)  # type: ignore[method-assign, assignment]
         async with producing(world):
-            status, packed = await world.producer.take_batch(1)
+            status, packed = await world.take(1)
             rewards = {one.group_id: {m.reward for m in one.states} for one in unpack_groups(packed)}
             assert rewards == ({1: {1.0}, 2: {1.0}} if failed else {0: {0.0}, 1: {1.0}})
             assert (await world.producer.counts()).failed == failed

@@ -155,8 +155,7 @@ def batch_split_by_weight(batch_size: int, weights: dict[str, float], shares: li
 async def task_without_weight_is_idle() -> None:
     world = World(task_config("a"), task_config("b", weight=0.0), batch_size=2)
     async with producing(world):
-        _, packed = await world.producer.take_batch(1)
-    assert packed is not None
+        _, packed = await world.take(1)
     assert {one.task for one in unpack_groups(packed)} == {"a"}
     assert world.producer.progress.allocation(1) == {"a": 2, "b": 0}
     assert world.samplers["b"].position == 0
@@ -245,7 +244,7 @@ async def filtered_group_counts_before_it_is_dropped() -> None:
             member.reward = reward
         return done
 
-    world.pool.run = judged  # type: ignore[method-assign]
+    world.pool.run = judged  # type: ignore[method-assign, assignment]
     async with producing(world):
         await asyncio.sleep(2)
         window = world.producer.progress.metrics

@@ -12,6 +12,7 @@ from raypost.errors import ProductionError, WaitTimeoutError
 from raypost.packed import unpack_groups
 from raypost.types import ProduceBatchStatus, Status
 from tests.unit.production import (
+    Sealed,
     World,
     fate,
     producing,
@@ -59,7 +60,7 @@ def test_interrupted_groups_are_continued_first_and_their_old_versions_kept() ->
             await world.producer.pause()
             assert (await world.buffer.counts()).groups["default"] == {Status.ABORTED: 2}
             await world.producer.resume(1)
-            _, packed = await world.producer.take_batch(1)
+            _, packed = await world.take(1)
             for one in unpack_groups(packed)[:2]:
                 assert one.states[0].policy_versions.tolist() == [0, 0, 1, 1]
                 assert one.states[0].num_aborts == 1
@@ -270,6 +271,22 @@ def test_a_consumer_that_waits_learns_at_once_that_production_stopped() -> None:
     virtual(main())
 
 
+def test_a_batch_passes_the_producer_unopened_and_is_given_again() -> None:
+    async def main() -> None:
+        world = World(batch_size=2, sealed=True)
+        async with producing(world):
+            for step in (1, 2):
+                status, batch = await world.producer.take_batch(step)
+                again, same = await world.producer.take_batch(step)
+                assert type(batch) is type(same) is Sealed
+                assert status is again and (status.num_groups, status.num_samples) == (2, 4)
+                await world.producer.acknowledge(step)
+                await world.producer.pause()
+                await world.producer.resume(step)
+
+    virtual(main())
+
+
 def test_take_wakes_up_when_the_last_group_arrives() -> None:
     async def main() -> None:
         world = World(batch_size=3)
@@ -285,7 +302,7 @@ def test_a_step_taken_twice_is_the_same_batch_and_is_consumed_once() -> None:
     async def main() -> None:
         world = World(batch_size=2)
         async with producing(world):
-            first, again = await world.producer.take_batch(1), await world.producer.take_batch(1)
+            first, again = await world.take(1), await world.take(1)
             assert first[0] == again[0]
             assert [h["group_id"] for h in first[1].header] == [h["group_id"] for h in again[1].header]
             assert (await world.producer.counts()).buffered >= 2
@@ -340,7 +357,7 @@ def test_filtered_groups_are_counted_before_they_are_dropped_and_replaced() -> N
     async def main() -> None:
         world = World(task_config(group_size=3), batch_size=2, is_valid=lambda one: one.group_id != 0)
         async with producing(world):
-            status, packed = await world.producer.take_batch(1)
+            status, packed = await world.take(1)
             metrics = status.metrics
             assert (metrics.raw_rewards_sum, metrics.raw_rewards_count) == (3.0, 9)
             assert (metrics.filtered_samples, metrics.produced_samples) == (3, 9)
@@ -369,7 +386,7 @@ def test_failed_groups_are_counted_without_a_reward_and_replaced() -> None:
         world = World(task_config(group_size=4), batch_size=2)
         world.pool.fate = fate(failed={0})
         async with producing(world):
-            status, packed = await world.producer.take_batch(1)
+            status, packed = await world.take(1)
             assert status.metrics.failed_samples == 4
             assert status.metrics.raw_rewards_count == 8
             assert {h["group_id"] for h in packed.header} == {1, 2}
@@ -403,7 +420,7 @@ def test_several_tasks_share_a_batch_by_weight_and_one_without_weight_is_idle() 
         tasks = task_config("a", weight=2.0), task_config("b", weight=1.0), task_config("c", weight=0.0)
         world = World(*tasks, batch_size=6)
         async with producing(world):
-            _, packed = await world.producer.take_batch(1)
+            _, packed = await world.take(1)
             names = [one.task for one in unpack_groups(packed)]
             assert (names.count("a"), names.count("b"), names.count("c")) == (4, 2, 0)
             assert world.samplers["c"].position == 0

@@ -9,6 +9,7 @@ import pytest
 
 from raypost.errors import CheckpointError, LedgerError, ProductionError, StaleWeightsError, WaitTimeoutError
 from raypost.packed import PackedGroups, pack_groups, unpack_groups
+from raypost.pause import PauseMode
 from raypost.types import Group, ProduceBatchStatus, Status
 from tests.unit.production import (
     Pool,
@@ -74,7 +75,7 @@ def test_what_hangs_is_cancelled_at_the_deadline_and_put_back_not_lost(how: str,
             await world.producer.state_dict()
             world.pool.fate = fate()
             await world.producer.resume(0)
-            _, packed = await world.producer.take_batch(1)
+            _, packed = await world.take(1)
             assert {h["group_id"] for h in packed.header} == {0, 1}
             assert {h["num_aborts"] for h in packed.header} == {1}
 
@@ -85,7 +86,7 @@ def test_a_pool_that_does_not_confirm_its_pause_is_an_error_and_the_gate_stays_c
     async def main() -> None:
         world = World(batch_size=1, pause_timeout_s=20)
 
-        async def never(mode: str) -> None:
+        async def never(mode: PauseMode = "abort") -> None:
             await asyncio.sleep(1e9)
 
         world.pool.pause = never  # type: ignore[method-assign]
@@ -174,7 +175,7 @@ def test_a_group_whose_host_died_is_started_again_and_failed_in_the_end() -> Non
         pool.fate = fate_of
         world = World(batch_size=2, pool=pool)
         async with producing(world):
-            _, packed = await world.producer.take_batch(1)
+            _, packed = await world.take(1)
             assert {h["group_id"] for h in packed.header} == {0, 2}
             assert pool.started.count(0) == 3 and pool.started.count(1) == 4
             assert (await world.producer.counts()).failed == 1
@@ -215,7 +216,7 @@ def test_an_agent_loop_that_returns_another_group_is_named() -> None:
         async def other(one: Group) -> Group:
             return group(77, [0], [0])
 
-        world.pool.run = other  # type: ignore[method-assign]
+        world.pool.run = other  # type: ignore[method-assign, assignment]
         await world.producer.resume(0)
         with pytest.raises(ProductionError, match="must return the same"):
             await world.start()
@@ -294,7 +295,7 @@ def test_a_restored_run_stays_paused_then_goes_on_with_the_same_groups() -> None
         batches = []
         for world in (before, after):
             await world.producer.resume(4)
-            _, packed = await world.producer.take_batch(5)
+            _, packed = await world.take(5)
             batches.append([h["group_id"] for h in packed.header])
             assert (await world.producer.counts()).lost == 0
         assert batches[0] == batches[1]
@@ -306,11 +307,11 @@ def test_a_restored_run_stays_paused_then_goes_on_with_the_same_groups() -> None
 def test_a_batch_taken_but_not_in_the_saved_model_is_taken_again() -> None:
     async def main() -> None:
         before, state = await saved_after(2, ahead=True)
-        first = await before.producer.take_batch(3)
+        first = await before.take(3)
         after = World(task_config(max_staleness=1, over_sample_threshold=1.0), batch_size=2)
         await after.producer.load_state_dict(state)
         assert (await after.producer.counts()).trained == 4
-        again = await after.producer.take_batch(3)
+        again = await after.take(3)
         assert [h["group_id"] for h in first[1].header] == [h["group_id"] for h in again[1].header]
         # Its groups are counted as there, not as taken: else production would stop that much too early.
         await after.producer.resume(2)
@@ -331,7 +332,7 @@ def test_a_batch_that_is_in_the_saved_model_is_never_taken_again() -> None:
         world = World(batch_size=2)
         await world.producer.resume(0)
         world.start()
-        _, packed = await world.producer.take_batch(1)
+        _, packed = await world.take(1)
         trained = {h["group_id"] for h in packed.header}
         await world.producer.pause()
         state = await world.producer.state_dict(model_step=1)
@@ -339,7 +340,7 @@ def test_a_batch_that_is_in_the_saved_model_is_never_taken_again() -> None:
         await after.producer.load_state_dict(state)
         await after.producer.resume(1)
         after.start()
-        _, packed = await after.producer.take_batch(2)
+        _, packed = await after.take(2)
         assert not trained & {h["group_id"] for h in packed.header}
 
     virtual(main())
@@ -385,7 +386,7 @@ def test_keep_freezes_requests_and_they_go_on_with_the_new_weights() -> None:
             await asyncio.sleep(100)
             assert (await world.producer.counts()).in_flight == 2
             await world.producer.resume(1)
-            _, packed = await world.producer.take_batch(1)
+            _, packed = await world.take(1)
             assert versions_of(packed) == {(0, 0, 1, 1)}
             assert world.pool.started[:2] == [0, 1] and world.pool.interrupts == 0
 

@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
+from typing import Any
 
 import pytest
 
 from raypost.errors import ConfigError, ProductionError
-from raypost.packed import unpack_groups
+from raypost.packed import PackedGroups, unpack_groups
 from raypost.protocols import BufferBounds
 from raypost.types import ProduceBatchStatus, Status
 from tests.unit.production import World, producing, task_config, train_step, virtual
 
 
-def tasks_of(packed: object) -> Counter[str]:
+def tasks_of(packed: PackedGroups) -> Counter[str]:
     return Counter(one.task for one in unpack_groups(packed))
 
 
@@ -69,7 +70,7 @@ def test_a_batch_that_waits_for_a_task_at_its_bound_asks_for_a_sync() -> None:
             await world.producer.acknowledge(1)
             await world.producer.pause()
             await world.producer.resume(1)
-            _, packed = await world.producer.take_batch(2)
+            _, packed = await world.take(2)
             assert tasks_of(packed) == {"strict": 2, "eager": 2}
 
     virtual(main())
@@ -136,7 +137,7 @@ def test_capacity_admits_all_batches_within_the_bound_at_once() -> None:
 def test_capacity_trains_the_slow_instead_of_dropping_them() -> None:
     """One group in four takes longer than the bound lasts: by age it would never be trained."""
 
-    async def trained(**strategy: object) -> tuple[set[int], int]:
+    async def trained(**strategy: Any) -> tuple[set[int], int]:
         world = World(task_config(max_staleness=1, **strategy), batch_size=4, size=500)
         world.pool.seconds = lambda one: 40 if one.group_id % 4 == 0 else 2
         slow: set[int] = set()
@@ -172,8 +173,8 @@ def test_a_full_buffer_stops_production_but_never_starves_the_consumer() -> None
                 await world.producer.pause()
                 await world.producer.resume(step)
                 await asyncio.sleep(20)
-                counts = await world.producer.counts()
-                seen.append(counts.buffered + counts.in_flight)
+                where = await world.producer.counts()
+                seen.append(where.buffered + where.in_flight)
             assert max(seen) <= 8
             assert min(seen) < max(seen), "below the low-water mark production was free again"
 
@@ -262,7 +263,7 @@ def test_a_trajectory_interrupted_too_often_waits_for_the_tail_batch() -> None:
             # The round in which they gave up took them first: `resume` began a new one.
             await asyncio.sleep(0.1)
             assert set(world.pool.started[-2:]) == {0, 1}
-            _, packed = await world.producer.take_batch(1)
+            _, packed = await world.take(1)
             assert all(len(set(m.policy_versions)) == 3 for one in unpack_groups(packed) for m in one.states)
 
     virtual(main())
@@ -279,7 +280,7 @@ def test_a_trajectory_interrupted_too_often_is_left_alone_until_there_are_enough
             assert (await world.buffer.counts()).groups["default"] == {Status.EXPIRED: 2}
             assert world.producer.progress.metrics.expired_groups == 0
             await world.producer.resume(1)
-            _, packed = await world.producer.take_batch(1)
+            _, packed = await world.take(1)
             assert {one.group_id for one in unpack_groups(packed)} == {2, 3}
 
     virtual(main())
@@ -292,12 +293,12 @@ def test_a_pool_that_dies_in_a_put_counts_nothing_twice() -> None:
         world = World(batch_size=2)
         put, failures = world.buffer.put, [ConnectionError("buffer is gone")]
 
-        async def failing(*args: object) -> object:
+        async def failing(*args: Any) -> Any:
             if failures:
                 raise failures.pop()
             return await put(*args)
 
-        world.buffer.put = failing  # type: ignore[method-assign]
+        world.buffer.put = failing  # type: ignore[method-assign, assignment]
         await world.producer.resume(0)
         running = world.start()
         with pytest.raises(ConnectionError):

@@ -74,7 +74,7 @@ def test_nothing_is_read_before_the_first_sample() -> None:
 @pytest.mark.parametrize("missing", [None, "position", "epoch", "offset", "last"])
 def test_missing_state_is_an_error_not_a_restart(missing: str | None) -> None:
     state = make().state_dict() if missing else {}
-    state.pop(missing, None)
+    state.pop(missing or "", None)
     with pytest.raises(CheckpointError, match=f"lacks.* {missing or 'position'}.*silently restart"):
         make().load_state_dict(state)
 
@@ -152,13 +152,13 @@ def test_empty_stream_is_an_error_and_no_endless_loop() -> None:
 
 
 def test_stream_that_can_be_read_only_once_is_an_error_in_the_second_epoch() -> None:
+    once = NumberStream(3).prompts()
+
     class OneShot(NumberStream):
         def prompts(self) -> Iterator[Any]:
-            return self.once
+            return once
 
-    source = OneShot(3)
-    source.once = NumberStream(3).prompts()  # type: ignore[attr-defined]
-    sampler = of(source)
+    sampler = of(OneShot(3))
     answers(sampler, 3)
     with pytest.raises(ConfigError, match="no prompt to train in epoch 1"):
         sampler.sample()

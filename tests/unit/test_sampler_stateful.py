@@ -6,6 +6,7 @@ import pickle
 from collections.abc import Iterator
 from typing import Any
 
+import numpy as np
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
@@ -14,6 +15,7 @@ from raypost.config import JudgeConfig, SourceConfig, TaskConfig
 from raypost.data.prompt import Prompt
 from raypost.data.sampler import Sampler
 from raypost.data.task_source import build_source
+from raypost.types import Group, IntArray
 from tests.unit.prompts import STOP, Numbers, NumberStream, task_config
 
 
@@ -45,8 +47,8 @@ class UnreliableStream(NumberStream, Unreliable):
             yield prompt
 
 
-def encode(prompt: Any) -> list[int]:
-    return [ord(letter) for letter in prompt.text[-40:]]
+def encode(prompt: Prompt) -> IntArray:
+    return np.asarray([ord(letter) for letter in prompt.text[-40:]], np.int32)
 
 
 def python_task(kind: str, size: int) -> TaskConfig:
@@ -69,7 +71,8 @@ class Interrupted(RuleBasedStateMachine):
     def begin(self, kind: str, size: int, seed: int) -> None:
         match kind:
             case "numbers":
-                self.task, self.source = task_config(), UnreliableNumbers(size)
+                self.task: TaskConfig = task_config()
+                self.source: Any = UnreliableNumbers(size)
             case "stream":
                 self.task, self.source = task_config(), UnreliableStream(size)
             case "reasoning_gym":
@@ -79,7 +82,8 @@ class Interrupted(RuleBasedStateMachine):
                 self.task = python_task(kind.removesuffix(" rows"), size)
                 self.source = build_source(self.task, seed)
         self.seed = seed
-        self.whole, self.expected = self.new(), []
+        self.whole = self.new()
+        self.expected: list[Group] = []
         self.sampler = self.new()
         self.position = 0
         self.saved = [(0, pickle.dumps(self.sampler.state_dict()))]
