@@ -105,7 +105,7 @@ def submit(
 ) -> None:
     """Submit the main job to a running cluster, with this folder as its working directory."""
     with _refusals():
-        command = _submit_command(config, address, overrides or [], submission_id, env or [], no_wait)
+        command = submit_command(config, address, overrides or [], submission_id, env or [], no_wait)
     print("running: ray", shlex.join(command[3:]), flush=True)
     try:
         code = subprocess.run(command, check=False).returncode
@@ -237,7 +237,7 @@ def _show_plan(config: Config, cluster: ClusterResources | None) -> None:
         console.print(f"[yellow]warning:[/yellow] {escape(warning)}", highlight=False)
 
 
-def _submit_command(
+def submit_command(
     config: Path, address: str, overrides: list[str], submission_id: str | None, env: list[str], no_wait: bool
 ) -> list[str]:
     """Return `ray job submit ...` for this configuration. Raises ConfigError for one that cannot work."""
@@ -263,7 +263,7 @@ def _submit_command(
         _show_plan(resolved, ClusterResources(nodes, elastic=True))
     # The job's own folder is removed with it: a relative run folder would be lost.
     runs_dir = str(resolved.runs_dir.expanduser().absolute())
-    variables = {**_environment(env), "RAY_JOB_STOP_WAIT_TIME_S": str(STOP_WAIT_S)}
+    variables = {**job_environment(env), "RAY_JOB_STOP_WAIT_TIME_S": str(STOP_WAIT_S)}
     ray = [sys.executable, "-m", "ray.scripts.scripts", "job", "submit", "--address", address]
     options = ["--working-dir", ".", "--runtime-env-json", json.dumps({"env_vars": variables})]
     options += ["--submission-id", submission_id] if submission_id else []
@@ -272,7 +272,7 @@ def _submit_command(
     return [*ray, *options, "--", *job, "--runs-dir", runs_dir, *overrides]
 
 
-def _environment(pairs: list[str]) -> dict[str, str]:
+def job_environment(pairs: list[str]) -> dict[str, str]:
     """Return NAME=VALUE pairs as a mapping. Raises ConfigError for one that looks like a secret."""
     variables = {}
     for pair in pairs:

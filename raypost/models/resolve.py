@@ -59,9 +59,9 @@ def resolve_model(model: ModelConfig, seed: int, cache_dir: Path) -> Path:
         recipe = tiny.TinyRecipe.from_options(model.options)
         text = json.dumps([tiny.REVISION, seed, dataclasses.asdict(recipe)], sort_keys=True)
         name = f"tiny-{hashlib.blake2b(text.encode(), digest_size=6).hexdigest()}"
-        return _cached(cache_dir.expanduser() / name, lambda folder: tiny.make_tiny(recipe, seed, folder))
+        return cached(cache_dir.expanduser() / name, lambda folder: tiny.make_tiny(recipe, seed, folder))
     if model.name == SMOLLM2:
-        return _cached(_smollm2_folder(cache_dir), smollm2.convert)
+        return cached(_smollm2_folder(cache_dir), smollm2.convert)
     folder = Path(model.name).expanduser()
     return folder.resolve() if folder.is_dir() else _fetch(model.name)
 
@@ -97,8 +97,8 @@ def _check_folder(folder: Path) -> None:
     Tokenizer.load(folder)
 
 
-def _cached(target: Path, make: Callable[[Path], None]) -> Path:
-    """`target`, made by `make` if it is not there. Two makers at once do no harm: one of them is kept."""
+def cached(target: Path, make: Callable[[Path], None]) -> Path:
+    """Return `target`, made by `make` if it does not exist. Of two made at once, one is kept."""
     if target.is_dir():
         log.info("model: taken from %s", target)
         return target

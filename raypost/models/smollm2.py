@@ -73,8 +73,8 @@ def convert(folder: Path) -> None:
         array = dequantize(tensor.data, tensor.tensor_type).astype(np.float32)
         part = tensor.name.split(".")[-2]
         if part in heads:
-            array = _unpermute(array, heads[part])
-        weights[_hf_name(tensor.name)] = torch.from_numpy(np.ascontiguousarray(array))
+            array = unpermute(array, heads[part])
+        weights[hf_name(tensor.name)] = torch.from_numpy(np.ascontiguousarray(array))
     model = LlamaForCausalLM(config)
     missing, unexpected = model.load_state_dict(weights, strict=False)
     # The head shares the embedding's weights; a file without it is complete.
@@ -92,15 +92,15 @@ def convert(folder: Path) -> None:
     tokenizer.save_pretrained(folder)
 
 
-def _unpermute(weight_OI: NDArray[np.float32], num_heads: int) -> NDArray[np.float32]:
-    """Rows in the order of transformers' rotary embedding: GGUF interleaves the two halves of each head."""
+def unpermute(weight_OI: NDArray[np.float32], num_heads: int) -> NDArray[np.float32]:
+    """Return the rows in the order of transformers' rotary embedding: GGUF interleaves the two halves of each head."""
     outputs, inputs = weight_OI.shape
     halves = weight_OI.reshape(num_heads, outputs // num_heads // 2, 2, inputs)
     return halves.swapaxes(1, 2).reshape(outputs, inputs)
 
 
-def _hf_name(name: str) -> str:
-    """`blk.3.attn_q.weight` -> `model.layers.3.self_attn.q_proj.weight`."""
+def hf_name(name: str) -> str:
+    """Return the name in transformers, such as `blk.3.attn_q.weight` -> `model.layers.3.self_attn.q_proj.weight`."""
     if not name.startswith("blk."):
         return _OUTER_NAMES.get(name, name)
     _, layer, part, kind = name.split(".")

@@ -233,7 +233,7 @@ def test_cluster_that_does_not_answer_as_one_is_refused(dashboard: Dashboard) ->
 
 def submit_command(config: Path, address: str, *overrides: str, **options: Any) -> list[str]:
     given = {"submission_id": None, "env": [], "no_wait": False, **options}
-    return cli._submit_command(config, address, list(overrides), **given)
+    return cli.submit_command(config, address, list(overrides), **given)
 
 
 @pytest.fixture
@@ -269,7 +269,7 @@ def test_submit_runs_the_main_job_with_this_folder_and_an_absolute_run_folder(
 )
 def test_environment_that_looks_like_a_secret_is_refused_without_its_value(name: str) -> None:
     with pytest.raises(ConfigError, match="looks like a secret") as caught:
-        cli._environment(["LEVEL=info", f"{name}=hunter2"])
+        cli.job_environment(["LEVEL=info", f"{name}=hunter2"])
     assert name in str(caught.value)
     assert "hunter2" not in str(caught.value)
 
@@ -277,7 +277,7 @@ def test_environment_that_looks_like_a_secret_is_refused_without_its_value(name:
 @pytest.mark.parametrize("pair", ["LEVEL", "=3", "A B=3", "1A=2"])
 def test_environment_that_is_no_pair_is_refused(pair: str) -> None:
     with pytest.raises(ConfigError, match="must read NAME=VALUE"):
-        cli._environment([pair])
+        cli.job_environment([pair])
 
 
 @pytest.mark.parametrize("identity", ["../../x", "", "a b", "-a", "x" * 65])

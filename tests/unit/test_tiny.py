@@ -114,7 +114,7 @@ def test_a_maker_that_fails_leaves_nothing_behind(tmp_path: Path) -> None:
         raise RuntimeError("disk full")
 
     with pytest.raises(RuntimeError, match="disk full"):
-        models._cached(tmp_path / "model", fail)
+        models.cached(tmp_path / "model", fail)
     assert list(tmp_path.iterdir()) == []
 
 
@@ -126,7 +126,7 @@ def test_a_second_maker_of_the_same_model_keeps_the_first_ones(tmp_path: Path) -
         (target / "first").write_text("x")
         (folder / "second").write_text("x")
 
-    assert models._cached(target, make) == target
+    assert models.cached(target, make) == target
     assert os.listdir(target) == ["first"] and os.listdir(tmp_path) == ["model"]
 
 
@@ -139,8 +139,8 @@ def test_smollm2_without_its_package_names_the_extra_to_install(
 
 
 def test_ggufs_names_and_row_order_become_transformers() -> None:
-    assert smollm2._hf_name("blk.3.attn_q.weight") == "model.layers.3.self_attn.q_proj.weight"
-    assert smollm2._hf_name("token_embd.weight") == "model.embed_tokens.weight"
+    assert smollm2.hf_name("blk.3.attn_q.weight") == "model.layers.3.self_attn.q_proj.weight"
+    assert smollm2.hf_name("token_embd.weight") == "model.embed_tokens.weight"
     # Two heads of four rows: GGUF alternates the first and the second half of each head's rows.
     rows = np.array([0, 2, 1, 3, 4, 6, 5, 7], np.float32)[:, None]
-    assert smollm2._unpermute(rows, num_heads=2)[:, 0].tolist() == list(range(8))
+    assert smollm2.unpermute(rows, num_heads=2)[:, 0].tolist() == list(range(8))
