@@ -8,6 +8,7 @@ import json
 import pickle
 import tracemalloc
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,12 @@ from tests.unit.prompts import rows
 def built(task: TaskConfig, seed: int) -> Any:
     """The task's source, whichever kind it is."""
     return build_source(task, seed)
+
+
+def first(task: TaskConfig, seed: int) -> Prompt:
+    """The first prompt of the task's source."""
+    prompt: Prompt = built(task, seed).sample(0)
+    return prompt
 
 
 def gym_task(**changes: Any) -> TaskConfig:
@@ -111,8 +118,8 @@ def refusal(ask: Callable[[], object]) -> str:
 
 def test_a_source_of_one_problem_is_refused_by_the_side_that_gets_none() -> None:
     task = gym_task(size=1)
-    training = [refusal(lambda s=seed: built(task, s).sample(0)) for seed in range(60)]
-    evaluation = [refusal(lambda s=seed: held_out(task, s)) for seed in range(60)]
+    training = [refusal(partial(first, task, seed)) for seed in range(60)]
+    evaluation = [refusal(partial(held_out, task, seed)) for seed in range(60)]
     assert 0 < sum("too few different ones" in text for text in training) < 30
     assert 30 < sum("no held-out problem" in text for text in evaluation) < 60
 

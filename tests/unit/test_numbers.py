@@ -244,7 +244,7 @@ async def filtered_group_counts_before_it_is_dropped() -> None:
             member.reward = reward
         return done
 
-    world.pool.run = judged  # type: ignore[method-assign, assignment]
+    world.pool.run = judged  # type: ignore[method-assign]
     async with producing(world):
         await asyncio.sleep(2)
         window = world.producer.progress.metrics
