@@ -1,7 +1,8 @@
 """ProducerActor: hosts raypost.production.producer with its samplers and the ledger, and talks to the other roles.
 
-`take_batch` has two returns: a small status the driver reads, and the batch, whose ref the driver passes
-on unopened. `save` and `load` write and read the checkpoint here, so that nothing large passes the driver.
+`take_batch` gives a small status, which the driver reads, and the ref of the batch, which the driver passes on
+unopened, as this actor does. `save` and `load` write and read the checkpoint here, so that nothing large passes
+the driver.
 """
 
 from __future__ import annotations
@@ -10,8 +11,6 @@ import asyncio
 import functools
 import logging
 from pathlib import Path
-
-import ray
 
 from actors.remote import ACTOR_ERRORS
 from raypost.checkpoint import CheckpointDir
@@ -27,7 +26,7 @@ from raypost.production.build import allocation_of, strategy_of
 from raypost.production.producer import Producer, TaskRuntime
 from raypost.protocols import AgentLoop, Buffer, RolloutControl, TakeStatus
 from raypost.spans import SpanLog
-from raypost.types import GroupCounts, Span
+from raypost.types import GroupCounts, Ref, Span
 
 log = logging.getLogger(__name__)
 
@@ -38,8 +37,14 @@ class ProducerActor:
     """Continuous production of groups, and the consumer's side of it."""
 
     def __init__(
-        self, config: Config, model_path: str, agent_loop: AgentLoop, buffer: Buffer, control: RolloutControl
+        self,
+        config: Config,
+        model_path: str,
+        agent_loop: AgentLoop,
+        buffer: Buffer[Ref[PackedGroups]],
+        control: RolloutControl,
     ) -> None:
+        """Read the tokenizer and the sources; production starts with `run` and the first `resume`."""
         self._spans = SpanLog("producer")
         tokenizer = Tokenizer.load(model_path)
         tasks: list[TaskRuntime] = []
@@ -65,29 +70,28 @@ class ProducerActor:
         )
 
     def __repr__(self) -> str:
+        """Return the name in logs."""
         return "producer"
 
     async def run(self) -> None:
         """Produce for ever. Returns only by raising what made production impossible."""
         await self._producer.run()
 
-    @ray.method(num_returns=2)
-    async def take_batch(self, step: int) -> tuple[TakeStatus, PackedGroups | None]:
-        """Lease the batch of `step`: (status, batch or None). Asked twice, the same batch."""
+    async def take_batch(self, step: int) -> tuple[TakeStatus, Ref[PackedGroups] | None]:
+        """Lease the batch of `step`: (status, its ref or None). Asked twice, the same batch."""
         return await self._producer.take_batch(step)
 
-    @ray.method(num_returns=2)
-    async def produce_batch(self, step: int) -> tuple[TakeStatus, PackedGroups | None]:
+    async def produce_batch(self, step: int) -> tuple[TakeStatus, Ref[PackedGroups] | None]:
         """Produce until the batch of `step` is there, then lease it. For jobs that do not call `run`."""
         await self._producer.produce_batch(step)
         return await self._producer.take_batch(step)
 
     async def acknowledge(self, step: int) -> None:
-        """The batch of `step` is trained."""
+        """Record that the batch of `step` is trained."""
         await self._producer.acknowledge(step)
 
     async def pause(self, mode: PauseMode) -> float:
-        """Stop production as `mode` says. Seconds it took."""
+        """Stop production as `mode` says; returns the seconds it took."""
         with self._spans.span("pause"):
             return await self._producer.pause(mode)
 
@@ -99,7 +103,7 @@ class ProducerActor:
         await self._producer.resume(version)
 
     async def counts(self) -> GroupCounts:
-        """Where every group is."""
+        """Return where every group is."""
         return await self._producer.counts()
 
     async def save(self, folder: str, step: int) -> None:
@@ -111,5 +115,5 @@ class ProducerActor:
         await self._producer.load_state_dict(CheckpointDir.load_state(Path(folder), STATE_FILE))
 
     async def drain_spans(self) -> list[Span]:
-        """Pauses since the last call."""
+        """Return the pauses since the last call."""
         return self._spans.drain()

@@ -341,7 +341,7 @@ class Remote:
 
     def __reduce__(self) -> tuple[type[Remote], tuple[Any, ...]]:
         """Pickle as the arguments."""
-        return Remote, (self._name, self._timeout_s, self._tries, self._many, self._timeouts_s)
+        return type(self), (self._name, self._timeout_s, self._tries, self._many, self._timeouts_s)
 
 
 class RemotePool:

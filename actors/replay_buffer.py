@@ -15,16 +15,17 @@ import ctypes
 import gc
 from collections.abc import Coroutine, Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import ray
 
+from actors.remote import Remote
 from raypost.buffer.journal import BufferJournal
 from raypost.buffer.replay_buffer import Order, ReplayBuffer
 from raypost.errors import CheckpointError
 from raypost.packed import PackedGroups
-from raypost.protocols import BufferBounds, BufferCounts, ExpiredGroup, Lease, PutResult, TaskLimits
-from raypost.types import GroupKey, Status
+from raypost.protocols import Buffer, BufferBounds, BufferCounts, ExpiredGroup, Lease, PutResult, TaskLimits
+from raypost.types import GroupKey, Ref, Status
 
 T = TypeVar("T")
 KEPT_BYTES = 256 << 20
@@ -86,9 +87,11 @@ class ReplayBufferActor:
         """See ReplayBuffer.reclaim."""
         return _now(self._buffer.reclaim())
 
-    def lease(self, step: int, per_task: dict[str, int]) -> Lease[PackedGroups] | None:
-        """See ReplayBuffer.lease."""
-        return _now(self._buffer.lease(step, per_task))
+    @ray.method(num_returns=2)  # type: ignore[untyped-decorator]  # Ray's decorators have no types
+    def lease(self, step: int, per_task: dict[str, int]) -> tuple[Lease[None] | None, PackedGroups | None]:
+        """Return the lease and its batch as two objects, so that the caller need not fetch the batch."""
+        lease = _now(self._buffer.lease(step, per_task))
+        return (None, None) if lease is None else (lease.with_batch(None), lease.batch)
 
     def acknowledge(self, step: int) -> tuple[GroupKey, ...]:
         """See ReplayBuffer.acknowledge."""
@@ -105,6 +108,24 @@ class ReplayBufferActor:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """See ReplayBuffer.load_state_dict."""
         _now(self._buffer.load_state_dict(state))
+
+
+class RemoteBuffer(Remote):
+    """The actor as a `protocols.Buffer` whose batches are refs.
+
+    A batch is an object of its own that belongs to the process that leased it; if that process dies, the lease
+    is still open and asked for again.
+    """
+
+    async def lease(self, step: int, per_task: dict[str, int]) -> Lease[Ref[PackedGroups]] | None:
+        """See ReplayBuffer.lease; the batch stays in the object store."""
+        lease, batch_ref = await self._call("lease", step, per_task)
+        return None if lease is None else lease.with_batch(batch_ref)
+
+
+def remote_buffer(name: str, *, timeout_s: float, tries: int) -> Buffer[Ref[PackedGroups]]:
+    """Return the replay buffer called `name`; the arguments are those of Remote."""
+    return cast(Buffer[Ref[PackedGroups]], RemoteBuffer(name, timeout_s, tries))
 
 
 def _keep_freed_memory() -> None:

@@ -43,7 +43,7 @@ from actors.judge import JudgeWorker
 from actors.placement import spawn
 from actors.producer import ProducerActor
 from actors.remote import Remote, RemotePool
-from actors.replay_buffer import ReplayBufferActor
+from actors.replay_buffer import ReplayBufferActor, remote_buffer
 from actors.rollout.controller import RolloutController
 from actors.rollout.worker import RolloutWorker
 from raypost.config import Config, parse_config
@@ -62,7 +62,7 @@ DEADLINE_S = 600.0
 
 
 def prompts() -> list[dict[str, Any]]:
-    """The dataset: `source.dataset` of the configuration below."""
+    """Return the dataset: `source.dataset` of the configuration below."""
     return [{"prompt": f"{n}+1=?", "answer": str((n + 1) % 10)} for n in range(PROMPTS)]
 
 
@@ -133,7 +133,7 @@ class ScriptedTrainer:
 
 
 @dataclass
-class Cast:
+class Actors:
     """The actors of one run, under the names that the main job gives them."""
 
     handles: dict[str, ActorHandle]
@@ -148,7 +148,7 @@ class Cast:
 
 
 def configuration(args: argparse.Namespace, folder: Path) -> Config:
-    """The run's configuration; nothing in it is particular to a benchmark but the sizes."""
+    """Return the run's configuration; nothing in it is particular to a benchmark but the sizes."""
     return parse_config(
         {
             "name": "production",
@@ -176,7 +176,7 @@ def configuration(args: argparse.Namespace, folder: Path) -> Config:
 
 
 def save_tokenizer(folder: Path) -> None:
-    """A tokenizer of one character a token."""
+    """Save a tokenizer of one character a token."""
     backend = Backend(models.WordLevel({token: n for n, token in enumerate(VOCABULARY)}, unk_token=" "))
     backend.pre_tokenizer = pre_tokenizers.Split(Regex("."), behavior="isolated")
     backend.decoder = decoders.Fuse()
@@ -184,7 +184,7 @@ def save_tokenizer(folder: Path) -> None:
     (folder / "tokenizer_config.json").write_text(json.dumps({"eos_token": VOCABULARY[0]}))
 
 
-def start(config: Config, model_path: str) -> Cast:
+def start(config: Config, model_path: str) -> Actors:
     """All roles, joined as jobs/wiring.py joins them."""
     workers = {
         name: spawn(ScriptedWorker, name, model_path, EngineConfig.of(config), n, name=name)
@@ -213,42 +213,40 @@ def start(config: Config, model_path: str) -> Cast:
     )
     agents, store = (
         AgentLoopPool(RemotePool(loops, 1200, many=MANY)),
-        Remote("replay-buffer", 60, tries=8),
+        remote_buffer("replay-buffer", timeout_s=60, tries=8),
     )
     add(ProducerActor, config, model_path, agents, store, pool, name="producer")
     add(ScriptedTrainer, name="trainer")
-    return Cast(handles, config)
+    return Actors(handles, config)
 
 
-async def sync(cast: Cast, version: int) -> None:
+async def sync(actors: Actors, version: int) -> None:
     """Bring a new, tiny version into the pool; production is paused."""
     data = np.full(8, version % 251, np.uint8)
     manifest, buckets = pack(version, [("w", data, "float32", (2,))], 1 << 20)
-    await cast["rollout-controller"].load_weights.remote(manifest, [ray.put(one) for one in buckets])
-    await cast["producer"].resume.remote(version)
+    await actors["rollout-controller"].load_weights.remote(manifest, [ray.put(one) for one in buckets])
+    await actors["producer"].resume.remote(version)
 
 
 async def train(
-    cast: Cast, first: int, num_steps: int, production: asyncio.Future[None]
+    actors: Actors, first: int, num_steps: int, production: asyncio.Future[None]
 ) -> tuple[float, int]:
-    """The main loop for `num_steps` steps from `first` on; seconds spent in syncs, and their number."""
-    producer, syncing_s, syncs = cast["producer"], 0.0, 0
+    """Run the main loop for `num_steps` steps; returns the seconds spent in syncs, and their number."""
+    producer, syncing_s, syncs = actors["producer"], 0.0, 0
     for step in range(first, first + num_steps):
         while True:
-            status_ref, batch_ref = producer.take_batch.remote(step)
-            await asyncio.wait(
-                {asyncio.ensure_future(_of(status_ref)), production}, return_when="FIRST_COMPLETED"
-            )
+            taking = asyncio.ensure_future(_of(producer.take_batch.remote(step)))
+            await asyncio.wait({taking, production}, return_when="FIRST_COMPLETED")
             if production.done():
                 production.result()
-            status = await status_ref
+            status, batch_ref = await taking
             if status.num_groups:
-                await cast["trainer"].fit.remote(batch_ref)
+                await actors["trainer"].fit.remote(batch_ref)
                 await producer.acknowledge.remote(step)
-            if status.num_groups == 0 or cast.config.sync_due(step):
+            if status.num_groups == 0 or actors.config.sync_due(step):
                 begin = time.perf_counter()
-                await producer.pause.remote(cast.config.sync.pause_mode)
-                await sync(cast, step if status.num_groups else step - 1)
+                await producer.pause.remote(actors.config.sync.pause_mode)
+                await sync(actors, step if status.num_groups else step - 1)
                 syncing_s, syncs = syncing_s + time.perf_counter() - begin, syncs + 1
             if status.num_groups:
                 break
@@ -262,10 +260,10 @@ async def _of(ref: ray.ObjectRef) -> Any:
 class Usage:
     """CPU seconds and memory of the processes behind the roles, and of Ray's own."""
 
-    def __init__(self, cast: Cast) -> None:
+    def __init__(self, actors: Actors) -> None:
         pids = {
             name: ray.get(handle.__ray_call__.remote(lambda _: os.getpid()))
-            for name, handle in cast.handles.items()
+            for name, handle in actors.handles.items()
         }
         self._processes = {
             "driver": psutil.Process(),
@@ -284,21 +282,22 @@ class Usage:
         return {name: (info.rss - info.shared) / 2**20 for name, info in infos.items()}
 
 
-async def measure(cast: Cast, args: argparse.Namespace) -> float:
+async def measure(actors: Actors, args: argparse.Namespace) -> float:
     """Run the loop and print what it did; groups a second."""
-    await cast["rollout-controller"].start.remote()
-    await sync(cast, 0)
-    production = asyncio.ensure_future(_of(cast["producer"].run.remote()))
+    await actors["rollout-controller"].start.remote()
+    await sync(actors, 0)
+    production = asyncio.ensure_future(_of(actors["producer"].run.remote()))
     warm_up = max(4, args.warm_up // args.batch)
-    await train(cast, 1, warm_up, production)
-    usage = Usage(cast)
+    await train(actors, 1, warm_up, production)
+    usage = Usage(actors)
     num_steps = -(-args.groups // args.batch)
     cpu, held, begin = usage.cpu_s(), usage.own_mb(), time.perf_counter()
-    syncing_s, syncs = await train(cast, 1 + warm_up, num_steps, production)
+    syncing_s, syncs = await train(actors, 1 + warm_up, num_steps, production)
     seconds, after, grown = time.perf_counter() - begin, usage.cpu_s(), usage.own_mb()
-    counts = await cast["producer"].counts.remote()
+    counts = await actors["producer"].counts.remote()
     assert counts.lost == 0, counts
-    groups, samples = num_steps * args.batch, num_steps * args.batch * args.group_size
+    groups: int = num_steps * args.batch
+    samples = groups * args.group_size
     print(
         f"{groups} groups of {args.group_size} x {args.tokens} tokens in {seconds:.1f} s: "
         f"{groups / seconds:.1f} groups/s, {samples / seconds:.0f} samples/s"
@@ -323,11 +322,12 @@ class Hop:
         self._answer = answer
 
     async def hand(self, packed: PackedGroups) -> PackedGroups:
-        """The last one answers with tokens; the others pass on what comes back."""
+        """Answer with tokens in the last one; pass on what comes back in the others."""
         if self._next is None:
             assert self._answer is not None
             return self._answer
-        return await self._next.hand.remote(packed)
+        answer: PackedGroups = await self._next.hand.remote(packed)
+        return answer
 
 
 class Echo:
@@ -337,7 +337,7 @@ class Echo:
         return packed.num_samples
 
 
-class Source:
+class Caller:
     """What a producer does at least: keep `in_flight` calls going, and put what they give into the buffer."""
 
     def __init__(
@@ -361,7 +361,7 @@ class Source:
 
 
 def packed(args: argparse.Namespace, num_groups: int, tokens: int) -> PackedGroups:
-    """Groups with `tokens` response tokens a member."""
+    """Return groups with `tokens` response tokens a member."""
     states = [
         RolloutState(
             task=TASK,
@@ -381,12 +381,12 @@ def packed(args: argparse.Namespace, num_groups: int, tokens: int) -> PackedGrou
 
 
 def limit(args: argparse.Namespace, groups: int, per_call: int) -> float:
-    """Groups a second that Ray moves over as many hops when nothing else is done, `per_call` in every call."""
+    """Return the groups a second that Ray moves over as many hops and does nothing else, `per_call` a call."""
     worker = spawn(Hop, None, packed(args, per_call, args.tokens), name="limit-worker")
     pool = spawn(Hop, worker, None, name="limit-pool")
     loop = spawn(Hop, pool, None, name="limit-loop")
     judge, buffer = spawn(Echo, name="limit-judge"), spawn(Echo, name="limit-buffer")
-    source = spawn(Source, loop, judge, buffer, packed(args, per_call, 0), name="limit-source")
+    source = spawn(Caller, loop, judge, buffer, packed(args, per_call, 0), name="limit-source")
     calls, in_flight = groups // per_call, max(1, args.batch // per_call)
     try:
         ray.get(source.run.remote(4 * in_flight, in_flight), timeout=DEADLINE_S)
@@ -428,8 +428,8 @@ def main() -> None:
         limits = {} if args.no_limit else {size: limit(args, 1280, size) for size in (1, MANY["run"])}
         (folder / "model").mkdir()
         save_tokenizer(folder / "model")
-        cast = start(configuration(args, folder), str(folder / "model"))
-        rate = asyncio.run(asyncio.wait_for(measure(cast, args), DEADLINE_S))
+        actors = start(configuration(args, folder), str(folder / "model"))
+        rate = asyncio.run(asyncio.wait_for(measure(actors, args), DEADLINE_S))
         for size, bare in limits.items():
             print(
                 f"bare actors, {size} groups a call: {bare:.1f} groups/s; production reaches {rate / bare:.2f} of it"

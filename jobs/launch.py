@@ -30,7 +30,7 @@ from actors.frozen.reward_model import RewardModelPool, RewardModelWorker, rewar
 from actors.judge import JudgeWorker
 from actors.producer import ProducerActor
 from actors.remote import RemotePool, remote, within
-from actors.replay_buffer import ReplayBufferActor
+from actors.replay_buffer import ReplayBufferActor, remote_buffer
 from actors.rollout.controller import RolloutController
 from actors.rollout.worker import RolloutWorker
 from actors.telemetry import Telemetry
@@ -285,9 +285,7 @@ class Launcher:
             name="replay-buffer",
             max_restarts=-1 if cfg.buffer.journal else 0,
         )
-        return remote(
-            "replay-buffer", Buffer[Ref[PackedGroups]], timeout_s=CALL_TIMEOUT_S, tries=RESTART_TRIES
-        )
+        return remote_buffer("replay-buffer", timeout_s=CALL_TIMEOUT_S, tries=RESTART_TRIES)
 
     def producer(
         self, agents: AgentLoopPool, buffer: Buffer[Ref[PackedGroups]], pool: RolloutPool

@@ -16,7 +16,7 @@ import ray
 from ray.exceptions import RayActorError
 
 from actors.placement import spawn
-from actors.replay_buffer import ReplayBufferActor
+from actors.replay_buffer import ReplayBufferActor, remote_buffer
 from raypost.packed import pack_groups
 from raypost.protocols import BufferBounds, TaskLimits
 from raypost.types import GroupKey, Status
@@ -48,7 +48,9 @@ class Caller:
         async with asyncio.timeout(DEADLINE_S):
             while True:
                 try:
-                    return await getattr(self.handle, method).remote(*args)
+                    ref = getattr(self.handle, method).remote(*args)
+                    # A lease comes as two objects, its batch apart.
+                    return await (ref[0] if isinstance(ref, list) else ref)
                 except RayActorError:
                     self.retries += 1
                     await asyncio.sleep(0.02)
@@ -141,6 +143,19 @@ async def test_killed_buffer_is_what_it_was_without_a_checkpoint(tmp_path: Path)
         assert await call("reclaim") == (("default", 4),)
     async with buffer("buffer-again", tmp_path / "buffer", attempt="b") as call:
         assert (await call("counts")).groups == {"default": {}}
+
+
+async def test_a_batch_is_leased_by_reference_and_again_for_the_same_step() -> None:
+    async with buffer("buffer-by-ref", None) as call:
+        await call("put", pack_groups([group(n, [0] * 50_000) for n in range(2)]), 1)
+        store = remote_buffer("buffer-by-ref", timeout_s=DEADLINE_S, tries=1)
+        lease, again = [await store.lease(1, {"default": 2}) for _ in range(2)]
+        assert lease is not None and again is not None
+        assert isinstance(lease.batch, ray.ObjectRef) and lease.num_samples == 2
+        assert (lease.keys, lease.staleness) == (again.keys, again.staleness)
+        first, second = await lease.batch, await again.batch
+        assert first.keys == second.keys == lease.keys and len(first.columns[1]) == 100_000
+        assert await store.lease(2, {"default": 1}) is None
 
 
 @pytest.mark.parametrize("journal", [False, True])
