@@ -264,8 +264,8 @@ class TransferQueue(Subject):
     needs = ("transfer_queue", "tensordict")
 
     def start(self) -> None:
-        import transfer_queue  # type: ignore[import-not-found]  # optional
-        from omegaconf import OmegaConf  # type: ignore[import-not-found]  # optional
+        import transfer_queue
+        from omegaconf import OmegaConf
 
         # Polling: a request that cannot be filled comes back empty, as it does everywhere else here.
         transfer_queue.init(OmegaConf.create({"controller": {"polling_mode": True}}))

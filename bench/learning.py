@@ -30,7 +30,7 @@ STOP_WAIT_S = 90
 
 
 def main() -> int:
-    """The exit code: 0 if all runs that were asked for are there."""
+    """Run a command; return 0 if all runs that were asked for are there."""
     args = _arguments()
     args.results.mkdir(parents=True, exist_ok=True)
     match args.command:
@@ -83,7 +83,7 @@ def everything(args: argparse.Namespace) -> int:
 
 
 def _run_apart(command: list[str], log: Path) -> int | None:
-    """The exit code of a process of its own; None if it took too long."""
+    """Return the exit code of a process of its own; None if it took too long."""
     with log.open("w") as lines:
         process = subprocess.Popen(command, cwd=ROOT, stdout=lines, stderr=subprocess.STDOUT)
         try:

@@ -83,12 +83,12 @@ CONFIGURATIONS = {
 
 
 def model_folder(config: Config) -> Path:
-    """The model that every run starts from."""
+    """Return the folder of the model that every run starts from."""
     return resolve_model(config.model, MODEL_SEED, config.model.cache_dir)
 
 
 def recipe(name: str, seed: int) -> tuple[Config, list[str]]:
-    """The configuration of a run, and the overrides that make it of the recipe."""
+    """Return the configuration of a run, and the overrides that make it of the recipe."""
     chosen = CONFIGURATIONS[name]
     folder = model_folder(load_config(RECIPE))
     overrides = [
@@ -122,7 +122,7 @@ def judged(judge: Judge, texts: list[str], metadata: list[dict[str, Any]]) -> li
 
 
 def score(folder: Path, config: Config, problems: list[Prompt]) -> dict[str, float]:
-    """The model in `folder`, decoded greedily by transformers: mean score, share of right answers, tokens."""
+    """Decode greedily with transformers: return the mean score, the share of right answers and the tokens."""
     import torch
     from transformers import AutoModelForCausalLM
 
@@ -182,7 +182,7 @@ def run(name: str, seed: int, folder: Path) -> dict[str, Any]:
 def train_raypost(
     name: str, config: Config, overrides: list[str], folder: Path
 ) -> tuple[list[dict[str, Any]], float]:
-    """The main job's loop on a Ray of its own. Its metrics a step, and the seconds its steps took."""
+    """Run the main job's loop on a Ray of its own; return its metrics a step and the seconds its steps took."""
     from jobs.driver import main
 
     job = functools.partial(_main_loop, chosen=CONFIGURATIONS[name], folder=folder)
@@ -308,7 +308,7 @@ def training_prompts(config: Config) -> tuple[list[str], list[dict[str, Any]]]:
 
 
 def trl_config(config: Config, folder: Path) -> Any:
-    """The same hyper-parameters in TRL's words."""
+    """Return the same hyper-parameters in TRL's words."""
     from trl import GRPOConfig
 
     task, train = config.tasks[0], config.train

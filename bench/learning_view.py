@@ -55,7 +55,7 @@ def _save(figure: Figure, path: Path) -> None:
 
 
 def load(results: Path) -> Runs:
-    """What the runs left, in the order of CONFIGURATIONS."""
+    """Return what the runs left, in the order of CONFIGURATIONS."""
     runs: Runs = {name: {} for name in CONFIGURATIONS}
     for path in sorted(results.glob("*-[0-9].json")):
         result = json.loads(path.read_text())
@@ -78,7 +78,7 @@ def area(run: dict[str, Any]) -> float:
 
 
 def settled(run: dict[str, Any], name: str) -> list[float]:
-    """A metric's values after the first steps, where it exists."""
+    """Return a metric's values after the first steps, where it exists."""
     return [row[name] for row in run["steps"] if row["step"] > SETTLED and name in row]
 
 
@@ -229,7 +229,7 @@ def drift_figure(runs: Runs) -> Figure:
 
 
 def _lines(axes: Axes, steps: Sequence[int], values_SN: Sequence[Sequence[float]], name: str) -> None:
-    """The mean, and each seed in pale."""
+    """Draw the mean, and each seed in pale."""
     values, colour = np.asarray(values_SN), COLOURS[name]
     dashed = "--" if CONFIGURATIONS[name].trl else "-"
     for one in values:

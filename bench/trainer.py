@@ -68,7 +68,7 @@ def make_batch(args: argparse.Namespace, lognormal: bool) -> PackedGroups:
 
 
 def make_model(args: argparse.Namespace) -> LlamaForCausalLM:
-    """A Llama with random weights."""
+    """Make a Llama with random weights."""
     torch.manual_seed(0)
     config = LlamaConfig(
         vocab_size=args.vocab,
@@ -84,7 +84,7 @@ def make_model(args: argparse.Namespace) -> LlamaForCausalLM:
 
 
 def fit_step(args: argparse.Namespace, folder: str, packed: PackedGroups, **train: Any) -> Step:
-    """raypost's step, in this process: one rank."""
+    """Raypost's step, in this process: one rank."""
     from raypost.trainer.policy_rank import PolicyRank
 
     config = parse_config({
@@ -99,7 +99,7 @@ def fit_step(args: argparse.Namespace, folder: str, packed: PackedGroups, **trai
 
 
 def padded(args: argparse.Namespace, samples: list[Sample]) -> list[tuple[list[Sample], Tensor]]:
-    """Samples by length in micro-batches that are padded on the right."""
+    """Put samples by length into micro-batches that are padded on the right."""
     rule = PackingRule(args.micro_batch_tokens, packed=False)
     return [
         (list(micro.samples), torch.from_numpy(micro.input_ids_BL))
@@ -108,7 +108,7 @@ def padded(args: argparse.Namespace, samples: list[Sample]) -> list[tuple[list[S
 
 
 def bare_step(args: argparse.Namespace, packed: PackedGroups) -> Step:
-    """The same update with nothing but PyTorch and transformers."""
+    """Make the same update with nothing but PyTorch and transformers."""
     model = make_model(args).train()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-6, weight_decay=0.0, fused=True)
     samples = plan_batch(packed, AdvantageConfig(), 1).samples
@@ -247,7 +247,7 @@ def head_peak(args: argparse.Namespace, max_bytes: int, pipe: Any) -> None:
 
 
 def compare_heads(args: argparse.Namespace) -> None:
-    """The head alone, whole and in chunks of several sizes."""
+    """Measure the head alone, whole and in chunks of several sizes."""
     context = multiprocessing.get_context("spawn")
     print(f"head of {args.vocab} tokens over {args.head_tokens} positions: peak above the start, time")
     for name, mib in (("whole", 10**6), ("256 MiB", 256), ("64 MiB", 64)):

@@ -51,7 +51,7 @@ def as_bytes(weights: Iterable[tuple[str, Weight]]) -> Iterator[tuple[str, Bytes
 
 
 def make_model(args: argparse.Namespace) -> LlamaForCausalLM:
-    """A Llama with random weights."""
+    """Make a Llama with random weights."""
     config = LlamaConfig(
         vocab_size=args.vocab,
         hidden_size=args.hidden,

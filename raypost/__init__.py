@@ -36,7 +36,6 @@ if TYPE_CHECKING:
         WeightError,
     )
     from raypost.ledger.ledger import Ledger
-    from raypost.pause import PauseMode
     from raypost.protocols import AgentLoop, Generator, Judge, RolloutControl
     from raypost.types import (
         GenerateRequest,
@@ -73,7 +72,6 @@ __all__ = [
     "LedgerError",
     "NoWorkersError",
     "Observation",
-    "PauseMode",
     "ProduceBatchStatus",
     "ProductionError",
     "Prompt",
@@ -108,7 +106,6 @@ _MODULES = {
         "WaitTimeoutError WeightError"
     ),
     "raypost.ledger.ledger": "Ledger",
-    "raypost.pause": "PauseMode",
     "raypost.protocols": "AgentLoop Generator Judge RolloutControl",
     "raypost.types": (
         "GenerateRequest GenerateResult Group GroupCounts ProduceBatchStatus RolloutState SampleParams Status"
