@@ -28,7 +28,7 @@ from raypost.packed import PackedGroups, pack_groups
 from raypost.trainer.batch.train_batch import Column, plan_batch
 from raypost.types import Group, RolloutState, SampleParams, Status
 from tests.factories import CHAIN_SUM, make_config
-from tests.unit.test_tokenizer import write_tokenizer
+from tests.unit.tokenizers import write_tokenizer
 
 pytestmark = [pytest.mark.usefixtures("local_ray"), pytest.mark.timeout(300)]
 REPOSITORY = Path(__file__).parents[2]

@@ -23,8 +23,10 @@ from raypost.ledger.ledger import Ledger
 from raypost.packed import PackedGroups
 from raypost.pause import PauseMode
 from raypost.production.allocation import Allocation, WeightFunction
+from raypost.production.pending import PendingSet
 from raypost.production.producer import Producer, TaskRuntime
-from raypost.production.strategy import build_strategy
+from raypost.production.progress import ProduceProgress
+from raypost.production.strategy import AsyncProduceStrategy, build_strategy
 from raypost.protocols import BufferBounds, Lease, TakeStatus
 from raypost.types import Group, RolloutState, SampleParams, Status
 from tests.unit.prompts import STOP, Numbers, encode
@@ -369,3 +371,26 @@ async def take_after_sync(world: World, step: int) -> tuple[TakeStatus, PackedGr
         await world.producer.resume(step - 1)
         return await world.take(step)
     return status, packed
+
+
+def strategy(interval: int = 1, **fields: Any) -> AsyncProduceStrategy:
+    return build_strategy(StrategyConfig(**fields), interval)
+
+
+def progress_of(batch: int) -> ProduceProgress:
+    return ProduceProgress(["default"], lambda step: {"default": batch})
+
+
+async def finish(one: Group, seconds: float) -> Group:
+    await asyncio.sleep(seconds)
+    return one
+
+
+async def opened(*seconds: float) -> PendingSet:
+    pending = PendingSet()
+    await pending.open_gate()
+    async with pending.lock:
+        for group_id, wait_s in enumerate(seconds):
+            one = group(group_id, [])
+            pending.spawn(one, finish(one, wait_s), 0.0)
+    return pending

@@ -32,7 +32,7 @@ from raypost.trainer.model.lora import (
 from raypost.weights.low_rank import merged
 from raypost.weights.manifest import DOWN, UP
 from raypost.weights.names import CheckpointNames, named_weights
-from tests.unit.test_policy import SIZES
+from tests.unit.model_sizes import SIZES
 
 NAMELESS = {"bos_token_id": None, "eos_token_id": None}
 SMALL_GPT2 = {"vocab_size": 50, "n_embd": 32, "n_layer": 2, "n_head": 2, "n_positions": 64, **NAMELESS}

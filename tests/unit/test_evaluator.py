@@ -14,7 +14,7 @@ from raypost.config import Config
 from raypost.errors import RaypostError, StaleWeightsError, WaitTimeoutError
 from raypost.types import EVALUATION_PRIORITY, Group, RolloutState, Status
 from tests.factories import make_config
-from tests.unit.test_tokenizer import write_tokenizer
+from tests.unit.tokenizers import write_tokenizer
 
 TASKS = [
     {"name": name, "source": {"kind": "reasoning_gym", "dataset": dataset}, "max_tokens": 8}

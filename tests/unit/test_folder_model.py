@@ -17,7 +17,7 @@ from raypost.trainer.model.folder_model import FolderModel
 from raypost.trainer.model.policy import load_model, save_model
 from raypost.trainer.random_state import load_random_state, save_random_state
 from raypost.weights.manifest import pack, verify
-from tests.unit.test_tokenizer import write_tokenizer
+from tests.unit.tokenizers import write_tokenizer
 
 CONTRADICTORY = {"do_sample": False, "temperature": 0.6, "eos_token_id": [7, 8]}
 

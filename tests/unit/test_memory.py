@@ -11,7 +11,7 @@ import torch
 from raypost.errors import BatchMemoryError
 from raypost.trainer.batch.packing import PackingRule, micro_batches
 from raypost.trainer.memory import first_of, memory_named
-from tests.unit.test_packing import make_groups, planned
+from tests.unit.train_groups import make_groups, planned
 
 
 def no_memory_left() -> None:

@@ -6,7 +6,6 @@ row's docstring says so. `ELSEWHERE` names the scenarios that another test has, 
 
 from __future__ import annotations
 
-import ast
 import asyncio
 import tempfile
 from collections.abc import Callable, Iterator
@@ -18,21 +17,30 @@ import pytest
 from raypost.agent_loop.single_turn import SingleTurnAgentLoop
 from raypost.buffer.replay_buffer import ReplayBuffer
 from raypost.checkpoint import CheckpointDir
-from raypost.config import StrategyConfig
 from raypost.errors import CheckpointError, ProductionError
 from raypost.packed import unpack_groups
 from raypost.plan.cluster import ClusterResources, shortages
 from raypost.production.allocation import allocate
 from raypost.production.pending import PendingGroup
-from raypost.production.progress import ProduceProgress
-from raypost.production.strategy import AsyncProduceStrategy, build_strategy
+from raypost.production.strategy import AsyncProduceStrategy
 from raypost.protocols import TaskLimits
 from raypost.types import Group, Status, group_status
 from tests.factories import make_config, plain_config, refusal_of
+from tests.named_tests import README, REFERENCE, names_of
 from tests.unit.buffer_groups import counts, group, ids, lease_ids, now, only, put
-from tests.unit.production import World, fate, producing, state, task_config, train_step, virtual
+from tests.unit.production import (
+    World,
+    fate,
+    opened,
+    producing,
+    progress_of,
+    state,
+    strategy,
+    task_config,
+    train_step,
+    virtual,
+)
 from tests.unit.scripted_generator import Scorer, ScriptedGenerator, decode, of, result
-from tests.unit.test_strategy import opened
 
 INIT, COMPLETED, ABORTED = Status.INIT, Status.COMPLETED, Status.ABORTED
 EXPIRED, FAILED = Status.EXPIRED, Status.FAILED
@@ -64,20 +72,12 @@ def row(number: int, *cases: tuple[Any, ...]) -> Callable[[Row], Row]:
     return register
 
 
-def strategy(interval: int = 1, **fields: Any) -> AsyncProduceStrategy:
-    return build_strategy(StrategyConfig(**fields), interval)
-
-
 def plan(one: AsyncProduceStrategy, batch: int, tail_batch: bool = False, **counts: int) -> Any:
     return one.plan(task_batch_size=batch, tail_batch=tail_batch, **counts)
 
 
 def buffer(threshold: int | None, **limits: Any) -> ReplayBuffer:
     return ReplayBuffer({"default": TaskLimits(threshold, **limits)})
-
-
-def progress_of(batch: int) -> ProduceProgress:
-    return ProduceProgress(["default"], lambda step: {"default": batch})
 
 
 # ---------------------------------------------------------------- versions and staleness
@@ -518,18 +518,12 @@ def test_row(check: Row, case: tuple[Any, ...]) -> None:
         virtual(outcome)
 
 
-def names_of(file: str) -> set[str]:
-    """Tests that a module below tests/ defines, or names as its own; none if there is no such module."""
-    path, names = Path(__file__).resolve().parents[1] / file, set[str]()
-    for node in ast.parse(path.read_text()).body if path.is_file() else ():
-        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
-            names.add(node.name)
-        elif isinstance(node, ast.Assign):
-            names |= {target.id for target in node.targets if isinstance(target, ast.Name)}
-    return {name for name in names if name.lower().startswith("test")}
-
-
 def test_every_number_is_a_row_or_named_elsewhere() -> None:
     assert sorted([*TABLE, *ELSEWHERE]) == list(range(1, 51))
     named = [where.split("::") for where in ELSEWHERE.values() if "::" in where]
     assert [f"{file}::{name}" for file, name in named if name not in names_of(file)] == []
+
+
+def test_every_row_that_the_readme_names_exists() -> None:
+    named = {int(number) for _, _, number in REFERENCE.findall(README.read_text()) if number}
+    assert named and named <= set(TABLE)

@@ -20,7 +20,7 @@ from raypost.plan import plan
 from raypost.plan.cluster import ClusterResources, bundles, place, shared_devices, shortages
 from raypost.production.build import task_limits
 from tests.factories import everything_below, make_config, plain_config
-from tests.unit.test_tokenizer import write_tokenizer
+from tests.unit.tokenizers import write_tokenizer
 
 RECIPES = Path(__file__).resolve().parents[2] / "jobs" / "recipes"
 GPU_NODES = [{"CPU": 96, "GPU": 8, "trainer": 8}, *[{"CPU": 96, "GPU": 8, "rollout": 8}] * 2]

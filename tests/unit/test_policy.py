@@ -55,13 +55,8 @@ from raypost.trainer.model.policy import Critic, Policy, load_model, pair_cost
 from raypost.trainer.model.self_check import check_head, check_packing
 from raypost.types import Group, RolloutState, SampleParams, Status
 from tests.present import present
+from tests.unit.model_sizes import SIZES, VOCAB
 
-VOCAB = 50
-SIZES = {
-    "vocab_size": VOCAB, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
-    "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 128, "initializer_range": 0.3,
-    "bos_token_id": None, "eos_token_id": None, "pad_token_id": None,
-}  # fmt: skip
 WINDOW = {"sliding_window": 5, "head_dim": 8}
 
 ARCHITECTURES = {

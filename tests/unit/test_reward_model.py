@@ -17,7 +17,7 @@ from raypost.judges import RewardModelJudge, build_judge
 from raypost.judges.reward_model import RewardModelInput, check_reward_model
 from raypost.types import RolloutState, SampleParams
 from tests.factories import plain_config
-from tests.unit.test_tokenizer import write_tokenizer
+from tests.unit.tokenizers import write_tokenizer
 
 TASK = TaskConfig.model_validate({
     "name": "sums",

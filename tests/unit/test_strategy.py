@@ -7,7 +7,7 @@ import asyncio
 import pytest
 
 from raypost.config import StrategyConfig
-from raypost.production.pending import PendingGroup, PendingSet, Signal, uninterrupted
+from raypost.production.pending import PendingGroup, Signal, uninterrupted
 from raypost.production.strategy import (
     AsyncProduceStrategy,
     SyncProduceStrategy,
@@ -17,8 +17,8 @@ from raypost.production.strategy import (
     in_tail_batch,
     oversample_budget,
 )
-from raypost.types import Group, Status
-from tests.unit.production import group, virtual
+from raypost.types import Status
+from tests.unit.production import finish, group, opened, virtual
 
 
 @pytest.mark.parametrize(
@@ -132,21 +132,6 @@ class Drops:
     async def receive(self, entries: list[PendingGroup]) -> None:
         await asyncio.sleep(0)
         self.keys += [entry.key[1] for entry in entries]
-
-
-async def finish(one: Group, seconds: float) -> Group:
-    await asyncio.sleep(seconds)
-    return one
-
-
-async def opened(*seconds: float) -> PendingSet:
-    pending = PendingSet()
-    await pending.open_gate()
-    async with pending.lock:
-        for group_id, wait_s in enumerate(seconds):
-            one = group(group_id, [])
-            pending.spawn(one, finish(one, wait_s), 0.0)
-    return pending
 
 
 def test_every_finished_group_is_received_once_by_whoever_comes_first() -> None:

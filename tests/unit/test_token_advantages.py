@@ -13,7 +13,7 @@ from raypost.trainer.algorithm.token_advantages import TokenValues, token_advant
 from raypost.trainer.batch.train_batch import TrainBatch, plan_batch
 from raypost.types import Status
 from tests.present import present
-from tests.unit.test_packing import make_groups
+from tests.unit.train_groups import make_groups
 
 NONE = KlConfig()
 

@@ -18,16 +18,23 @@ from raypost.errors import ProductionError
 from raypost.packed import unpack_groups
 from raypost.pause import PauseMode
 from raypost.types import GenerateRequest, GenerateResult, Group, Status
-from tests.unit.production import HostDied, Pool, World, producing, task_config, virtual
+from tests.named_tests import README, REFERENCE, names_of
+from tests.unit.production import (
+    HostDied,
+    Pool,
+    World,
+    producing,
+    progress_of,
+    strategy,
+    task_config,
+    virtual,
+)
 from tests.unit.prompts import STOP
 from tests.unit.scripted_generator import Scorer, decode, init, result
-from tests.unit.test_numbers import TABLE, names_of, progress_of, strategy
 
 ROOT = Path(__file__).resolve().parents[2]
-README = ROOT / "tests" / "README.md"
 SCENARIOS = ROOT / "docs" / "scenarios.md"
 NUMBERS = {str(number) for number in (*range(1, 76), *range(90, 115))} | {"19a", "19b", "58a", "58b", "58c"}
-REFERENCE = re.compile(r"`([\w/]+\.py)::(\w+)(?:\[N(\d+)\])?`")
 
 
 # ---------------------------------------------------------------- the table
@@ -52,7 +59,6 @@ def test_every_test_that_the_readme_names_exists() -> None:
     assert len(references) == README.read_text().count(".py::") > 100
     known = {file: names_of(file) for file in {file for file, _, _ in references}}
     missing = [f"{file}::{name}" for file, name, _ in references if name not in known[file]]
-    missing += [f"N{number}" for _, _, number in references if number and int(number) not in TABLE]
     assert missing == []
 
 
