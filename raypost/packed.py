@@ -13,17 +13,22 @@ from __future__ import annotations
 import pickle
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from raypost.types import Group, GroupKey, IntArray, MaskArray, RolloutState, Status
+from raypost.types import FloatArray, Group, GroupKey, IntArray, MaskArray, RolloutState, Status
 
-_RESPONSE = ("response_ids", "logprobs", "policy_versions", "response_mask")
-DENSE = ("prompt_ids", *_RESPONSE)
-_DENSE_TYPES = (np.int32, np.int32, np.float32, np.int32, np.bool_)
-_COLUMN_TYPES = (np.int32, np.int32, np.float32, np.int32, np.bool_, np.int32)
+DENSE = {
+    "prompt_ids": np.int32,
+    "response_ids": np.int32,
+    "logprobs": np.float32,
+    "policy_versions": np.int32,
+    "response_mask": np.bool_,
+}
+"""Token arrays of a RolloutState, and their types."""
+_RESPONSE = tuple(DENSE)[1:]
 _FACTS = ("task", "group_id", "status", "num_aborts")
 _DETAILS = tuple(name for name in RolloutState.__slots__ if name not in (*DENSE, *_FACTS))
 _STATUSES = tuple(Status)
@@ -38,9 +43,8 @@ _SMALL_BYTES = 16_384
 class PackedGroups:
     """G groups of N trajectories in all. Trajectories of a group stand together, groups in their order.
 
-    `columns[c]` concatenates column c of all N trajectories; trajectory n has entries
-    `offsets[c][n]:offsets[c][n+1]`. The columns are prompt ids; ids and logprobs of the response; and version,
-    mask and length of every run, a stretch of the response whose tokens have one version and one mask.
+    A column concatenates the values of all N trajectories; trajectory n has its values
+    `offsets[n]:offsets[n + 1]`. A run is a stretch of the response whose tokens have one version and one mask.
     """
 
     tasks: tuple[str, ...]
@@ -53,7 +57,15 @@ class PackedGroups:
     """[N], places in `tuple(Status)`."""
     num_aborts: NDArray[np.int32]
     """[N]"""
-    columns: tuple[NDArray[Any], ...]
+    prompt_ids: IntArray
+    response_ids: IntArray
+    logprobs: FloatArray
+    run_versions: IntArray
+    """Version of every run."""
+    run_masks: MaskArray
+    """Whether the tokens of every run are trained."""
+    run_lengths: IntArray
+    """Tokens of every run."""
     prompt_offsets: NDArray[np.int64]
     """[N + 1]"""
     response_offsets: NDArray[np.int64]
@@ -95,6 +107,12 @@ class PackedGroups:
         return tuple(zip(self.tasks, self.group_ids.tolist(), strict=True))
 
     @property
+    def columns(self) -> tuple[NDArray[Any], ...]:
+        """Every column, with one value a token or a run."""
+        of_runs = (self.run_versions, self.run_masks, self.run_lengths)
+        return (self.prompt_ids, self.response_ids, self.logprobs, *of_runs)
+
+    @property
     def offsets(self) -> tuple[NDArray[np.int64], ...]:
         """Offsets of every column."""
         tokens, runs = self.response_offsets, self.run_offsets
@@ -118,24 +136,14 @@ class PackedGroups:
         ]
 
     @property
-    def run_versions(self) -> IntArray:
-        """Version of every run."""
-        return cast(IntArray, self.columns[3])
-
-    @property
-    def run_masks(self) -> MaskArray:
-        """Whether the tokens of every run are trained."""
-        return cast(MaskArray, self.columns[4])
-
-    @property
     def versions(self) -> IntArray:
         """Version of every response token of all trajectories; a new array."""
-        return cast(IntArray, np.repeat(self.columns[3], self.columns[5]))
+        return np.repeat(self.run_versions, self.run_lengths)
 
     @property
     def masks(self) -> MaskArray:
         """Whether each response token of all trajectories is trained; a new array."""
-        return cast(MaskArray, np.repeat(self.columns[4], self.columns[5]))
+        return np.repeat(self.run_masks, self.run_lengths)
 
     def _rows(self, group: int) -> list[tuple[Any, ...]]:
         start, end = self.detail_offsets[group], self.detail_offsets[group + 1]
@@ -188,35 +196,37 @@ def pack_groups(groups: Sequence[Group]) -> PackedGroups:
         name: np.concatenate([np.empty(0, dtype), *(getattr(state, name) for state in states)]).astype(
             dtype, copy=False
         )
-        for name, dtype in zip(DENSE, _DENSE_TYPES, strict=True)
+        for name, dtype in DENSE.items()
     }
     offsets = _offsets([len(state.response_ids) for state in states])
-    runs, run_offsets = _runs(columns.pop("policy_versions"), columns.pop("response_mask"), offsets)
+    runs = _runs(columns.pop("policy_versions"), columns.pop("response_mask"), offsets)
     return PackedGroups(
         tasks=tuple(group.task for group in groups),
         group_ids=np.asarray([group.group_id for group in groups], np.int64),
         group_sizes=np.asarray([len(group.states) for group in groups], np.int32),
         status_codes=np.asarray([_CODES[state.status] for state in states], np.int8),
         num_aborts=np.asarray([state.num_aborts for state in states], np.int32),
-        columns=(*columns.values(), *runs),
+        **columns,
+        **runs,
         prompt_offsets=_offsets([len(state.prompt_ids) for state in states]),
         response_offsets=offsets,
-        run_offsets=run_offsets,
         details=np.frombuffer(b"".join(details), np.uint8),
         detail_offsets=_offsets([len(one) for one in details]),
     )
 
 
-def _runs(
-    versions: NDArray[Any], mask: NDArray[Any], offsets: NDArray[np.int64]
-) -> tuple[tuple[NDArray[Any], ...], NDArray[np.int64]]:
-    """(version, mask, length) of every run, and where the runs of each trajectory begin."""
+def _runs(versions: NDArray[Any], mask: NDArray[Any], offsets: NDArray[np.int64]) -> dict[str, NDArray[Any]]:
+    """Return the columns of the runs, and where the runs of each trajectory begin."""
     begins = np.ones(len(versions), np.bool_)
     begins[1:] = (versions[1:] != versions[:-1]) | (mask[1:] != mask[:-1])
     begins[offsets[:-1][np.diff(offsets) > 0]] = True
     starts = np.flatnonzero(begins)
-    lengths = np.diff(starts, append=len(versions)).astype(np.int32)
-    return (versions[starts], mask[starts], lengths), np.searchsorted(starts, offsets).astype(np.int64)
+    return {
+        "run_versions": versions[starts],
+        "run_masks": mask[starts],
+        "run_lengths": np.diff(starts, append=len(versions)).astype(np.int32),
+        "run_offsets": np.searchsorted(starts, offsets).astype(np.int64),
+    }
 
 
 def unpack_groups(packed: PackedGroups) -> list[Group]:
@@ -224,8 +234,7 @@ def unpack_groups(packed: PackedGroups) -> list[Group]:
     groups, n = [], 0
     prompts, responses = packed.prompt_offsets.tolist(), packed.response_offsets.tolist()
     codes, aborts = packed.status_codes.tolist(), packed.num_aborts.tolist()
-    prompt_ids, *tokens = packed.columns[:3]
-    response = (*tokens, packed.versions, packed.masks)
+    response = (packed.response_ids, packed.logprobs, packed.versions, packed.masks)
     for g, (task, group_id) in enumerate(packed.keys):
         states = []
         for row in packed._rows(g):
@@ -239,7 +248,7 @@ def unpack_groups(packed: PackedGroups) -> list[Group]:
                     group_id=group_id,
                     status=_STATUSES[codes[n]],
                     num_aborts=aborts[n],
-                    prompt_ids=prompt_ids[prompts[n] : prompts[n + 1]],
+                    prompt_ids=packed.prompt_ids[prompts[n] : prompts[n + 1]],
                     **arrays,
                     **dict(zip(_DETAILS, row, strict=True)),
                 )
@@ -269,14 +278,18 @@ def slice_groups(packed: PackedGroups, start: int, end: int) -> PackedGroups:
     )
     details = packed.detail_offsets[start : end + 1]
     of_prompts, of_tokens, of_runs = (slice(one[0], one[-1]) for one in (prompts, tokens, runs))
-    cuts = (of_prompts, of_tokens, of_tokens, of_runs, of_runs, of_runs)
     return PackedGroups(
         packed.tasks[start:end],
         packed.group_ids[start:end],
         packed.group_sizes[start:end],
         packed.status_codes[first:last],
         packed.num_aborts[first:last],
-        tuple(column[cut] for column, cut in zip(packed.columns, cuts, strict=True)),
+        packed.prompt_ids[of_prompts],
+        packed.response_ids[of_tokens],
+        packed.logprobs[of_tokens],
+        packed.run_versions[of_runs],
+        packed.run_masks[of_runs],
+        packed.run_lengths[of_runs],
         prompts - prompts[0],
         tokens - tokens[0],
         runs - runs[0],
@@ -299,20 +312,11 @@ def join_groups(parts: Sequence[PackedGroups]) -> PackedGroups:
     """Return all groups of all parts, in their order, in new arrays. Raises ValueError without parts."""
     if not parts:
         raise ValueError("there is nothing to join")
-    columns = zip(*(part.columns for part in parts), strict=True)
-    return PackedGroups(
-        tasks=tuple(task for part in parts for task in part.tasks),
-        group_ids=np.concatenate([part.group_ids for part in parts]),
-        group_sizes=np.concatenate([part.group_sizes for part in parts]),
-        status_codes=np.concatenate([part.status_codes for part in parts]),
-        num_aborts=np.concatenate([part.num_aborts for part in parts]),
-        columns=tuple(np.concatenate(column) for column in columns),
-        prompt_offsets=_joined([part.prompt_offsets for part in parts]),
-        response_offsets=_joined([part.response_offsets for part in parts]),
-        run_offsets=_joined([part.run_offsets for part in parts]),
-        details=np.concatenate([part.details for part in parts]),
-        detail_offsets=_joined([part.detail_offsets for part in parts]),
-    )
+    arrays = {name: [getattr(part, name) for part in parts] for name in ARRAY_TYPES}
+    joined: list[NDArray[Any]] = [
+        _joined(one) if name.endswith("offsets") else np.concatenate(one) for name, one in arrays.items()
+    ]
+    return PackedGroups(tuple(task for part in parts for task in part.tasks), *joined)
 
 
 def _offsets(lengths: Sequence[int]) -> NDArray[np.int64]:
@@ -334,18 +338,7 @@ _STARTS, _ENDS = slice(None, -1), slice(1, None)
 
 def arrays_of(packed: PackedGroups) -> tuple[NDArray[Any], ...]:
     """Return all its arrays, of ARRAY_TYPES."""
-    return (
-        packed.group_ids,
-        packed.group_sizes,
-        packed.status_codes,
-        packed.num_aborts,
-        *packed.columns,
-        packed.prompt_offsets,
-        packed.response_offsets,
-        packed.run_offsets,
-        packed.details,
-        packed.detail_offsets,
-    )
+    return tuple(getattr(packed, name) for name in ARRAY_TYPES)
 
 
 def _padded_bytes(array: NDArray[Any]) -> bytes:
@@ -356,24 +349,33 @@ def _from_parts(
     tasks: tuple[str, ...], counts: Sequence[int], small: bytes, *large: NDArray[Any]
 ) -> PackedGroups:
     at, arrays, rest = 0, [], iter(large)
-    for dtype, count in zip(ARRAY_TYPES, counts, strict=True):
+    for dtype, count in zip(ARRAY_TYPES.values(), counts, strict=True):
         if count < 0:
             arrays.append(next(rest))
         else:
             arrays.append(np.frombuffer(small, dtype, count, at))
             at = padded(at + arrays[-1].nbytes)
-    return from_arrays(tasks, arrays)
+    return PackedGroups(tasks, *arrays)
 
 
-def from_arrays(tasks: tuple[str, ...], arrays: Sequence[Any]) -> PackedGroups:
-    """Return the groups whose arrays `arrays_of` returned."""
-    facts, columns, rest = arrays[:4], arrays[4:-5], arrays[-5:]
-    return PackedGroups(tasks, *facts, tuple(columns), *rest)  # type: ignore[call-arg]
-
-
-ARRAY_TYPES = (
-    np.int64, np.int32, np.int8, np.int32, *_COLUMN_TYPES, *(np.int64,) * 3, np.uint8, np.int64
-)  # fmt: skip
+ARRAY_TYPES = {
+    "group_ids": np.int64,
+    "group_sizes": np.int32,
+    "status_codes": np.int8,
+    "num_aborts": np.int32,
+    "prompt_ids": np.int32,
+    "response_ids": np.int32,
+    "logprobs": np.float32,
+    "run_versions": np.int32,
+    "run_masks": np.bool_,
+    "run_lengths": np.int32,
+    "prompt_offsets": np.int64,
+    "response_offsets": np.int64,
+    "run_offsets": np.int64,
+    "details": np.uint8,
+    "detail_offsets": np.int64,
+}
+"""All arrays of PackedGroups in the order of its fields, and their types."""
 PADDING = bytes(ALIGNMENT)
 
 

@@ -18,7 +18,6 @@ from raypost.packed import (
     PADDING,
     PackedGroups,
     arrays_of,
-    from_arrays,
     pack_groups,
     padded,
 )
@@ -46,12 +45,12 @@ def from_buffer(data: bytes) -> PackedGroups:
         tasks, lengths = json.loads(data[ALIGNMENT : ALIGNMENT + length])
         at = padded(ALIGNMENT + length)
         arrays: list[Any] = []
-        for dtype, count in zip(ARRAY_TYPES, lengths, strict=True):
+        for dtype, count in zip(ARRAY_TYPES.values(), lengths, strict=True):
             arrays.append(np.frombuffer(data, dtype, count, at))
             at = padded(at + arrays[-1].nbytes)
     except (ValueError, TypeError) as error:
         raise ValueError(f"these bytes are no packed groups: {error}") from error
-    return from_arrays(tuple(tasks), arrays)
+    return PackedGroups(tuple(tasks), *arrays)
 
 
 def to_plain(packed: PackedGroups) -> dict[str, Any]:
