@@ -94,7 +94,7 @@ def fit_step(args: argparse.Namespace, folder: str, packed: PackedGroups, **trai
         "train": {"num_steps": 10**6, "batch_size": args.groups, "threads": args.threads,
                   "micro_batch_tokens": args.micro_batch_tokens, "zero_stage": args.zero_stage, **train},
     })  # fmt: skip
-    rank = PolicyRank(config, folder, 0, 1)
+    rank = PolicyRank(config, folder, 0)
     return lambda step: rank.train(packed, step)
 
 

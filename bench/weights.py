@@ -16,11 +16,10 @@ import statistics
 import tempfile
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 
 import numpy as np
 import torch
-from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from actors.rollout.worker import RolloutWorker
@@ -34,20 +33,17 @@ from raypost.trainer.model.lora import (
     base_weights,
     merged_weights,
 )
-from raypost.weights.manifest import Bytes, Manifest, pack, pack_adapters
-from raypost.weights.names import named_weights
+from raypost.weights.manifest import Bytes, Given, Manifest, pack, pack_adapters
+from raypost.weights.tensors import as_bytes
 
 BUCKET_BYTES = 256 << 20
 
 Times = dict[str, list[float]]
 
 
-def as_bytes(weights: Iterable[tuple[str, Weight]]) -> Iterator[tuple[str, Bytes, str, tuple[int, ...]]]:
+def computed(weights: Iterable[tuple[str, Weight]]) -> Given:
     """Weights in the form in which they are packed."""
-    for name, weight in weights:
-        tensor = weight.detach() if isinstance(weight, Tensor) else weight.value()
-        flat = tensor.contiguous().reshape(-1).view(torch.uint8).numpy()
-        yield name, flat, str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape)
+    return as_bytes((name, weight.value()) for name, weight in weights)
 
 
 def make_model(args: argparse.Namespace) -> LlamaForCausalLM:
@@ -73,7 +69,7 @@ async def whole(worker: RolloutWorker, model: LlamaForCausalLM, repeat: int) -> 
             for parameter in model.parameters():
                 parameter.add_(0.001)
         begin = time.perf_counter()
-        manifest, buckets = pack(version, as_bytes(named_weights(model)), BUCKET_BYTES)
+        manifest, buckets = pack(version, computed(base_weights(model)), BUCKET_BYTES)
         times["pack"].append(time.perf_counter() - begin)
         times["load"].append((await worker.load_weights(manifest, *buckets)).load_s)
         begin = time.perf_counter()
@@ -89,13 +85,13 @@ async def adapted(
 ) -> dict[str, Times]:
     """Versions from `first` on, of adapters that change: merged and alone in turn."""
     add_adapters(model, LoraConfig(rank=rank))
-    base, kept = pack(0, as_bytes(base_weights(named_weights(model))), BUCKET_BYTES)
+    base, kept = pack(0, computed(base_weights(model)), BUCKET_BYTES)
 
     def merged(version: int) -> tuple[Manifest, list[Bytes]]:
-        return pack(version, as_bytes(merged_weights(named_weights(model), model)), BUCKET_BYTES)
+        return pack(version, computed(merged_weights(model)), BUCKET_BYTES)
 
     def alone(version: int) -> tuple[Manifest, list[Bytes]]:
-        factors, scales = as_bytes(adapter_factors(model)), adapter_scales(model)
+        factors, scales = computed(adapter_factors(model)), adapter_scales(model)
         return pack_adapters(version, base, factors, scales, BUCKET_BYTES)
 
     ways: dict[str, tuple[Callable[[int], tuple[Manifest, list[Bytes]]], list[Bytes]]] = {

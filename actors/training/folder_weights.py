@@ -45,7 +45,10 @@ class FolderWeights:
 
     def publish(self, version: int) -> tuple[Manifest, list[ray.ObjectRef]]:
         """Put the folder's weights into the object store; return their manifest and refs of their buckets."""
-        manifest, buckets = pack(version, self._model.weights(), self._config.train.bucket_mb * 2**20)
+        from raypost.weights.tensors import as_bytes
+
+        weights = as_bytes(self._model.weights())
+        manifest, buckets = pack(version, weights, self._config.train.bucket_mb * 2**20)
         self._buckets = [ray.put(bucket) for bucket in buckets]
         return manifest, self._buckets
 

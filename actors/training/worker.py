@@ -9,15 +9,13 @@ are alive, the last one and the one being made, besides the base weights that ad
 
 from __future__ import annotations
 
-import fcntl
 import os
 import socket
-import struct
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
+import psutil
 import ray
 
 from raypost.config import Config
@@ -35,18 +33,19 @@ from raypost.types import FloatArray, IntArray, Span
 from raypost.weights.manifest import Bytes, Given, Manifest, pack, pack_adapters
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
     from raypost.trainer.critic_rank import CriticRank
+    from raypost.trainer.engine import Kind
     from raypost.trainer.policy_rank import PolicyRank
 
-Kind = Literal["policy", "critic"]
 T = TypeVar("T")
 
 CONCURRENCY_GROUPS = {"control": 1}
 """Spawn TrainerWorker with these: its time log is read while it trains, on a thread of its own."""
 
 
-@dataclass(frozen=True, slots=True)
-class Publication:
+class Publication(NamedTuple):
     """One version of the weights in the object store, kept alive by rank 0."""
 
     manifest: Manifest
@@ -106,14 +105,16 @@ class TrainerWorker:
             "TOKENIZERS_PARALLELISM": "false",
         }
         # By itself gloo takes the address of the host's name, which need not be the cluster's network.
-        if interface := _interface_of(ray.util.get_node_ip_address()):
-            os.environ["GLOO_SOCKET_IFNAME"] = interface
+        own = ray.util.get_node_ip_address()
+        for interface, addresses in psutil.net_if_addrs().items():
+            if any(one.address == own for one in addresses):
+                os.environ["GLOO_SOCKET_IFNAME"] = interface
         # DeepSpeed chooses its accelerator when it is imported, from the environment above.
         from raypost.trainer.critic_rank import CriticRank
         from raypost.trainer.policy_rank import PolicyRank
 
         kind = PolicyRank if self._kind == "policy" else CriticRank
-        return kind(self._config, self._model_path, self._rank, train.num_workers)
+        return kind(self._config, self._model_path, self._rank)
 
     @property
     def _ready(self) -> PolicyRank | CriticRank:
@@ -199,7 +200,7 @@ class TrainerWorker:
     def _of_rank_0(self, result: T) -> T | None:
         return result if self._rank == 0 else None
 
-    def publish(self, version: int) -> tuple[Manifest, list[ray.ObjectRef]] | None:
+    def publish(self, version: int) -> Publication | None:
         """Put the weights into the object store as `version`: rank 0 returns them. A collective at ZeRO 3.
 
         Always gathers, since other ranks take part. The last publication lives on until the next but one, and with
@@ -213,10 +214,9 @@ class TrainerWorker:
                 made = self._put(self._policy.gather_weights(), lambda all: pack(version, all, bucket_bytes))
             else:
                 made = self._put_adapters(version, bucket_bytes)
-            if made is None:
-                return None
-            self._published.append(made)
-            return made.manifest, made.buckets
+            if made is not None:
+                self._published.append(made)
+            return made
 
     def _put_adapters(self, version: int, bucket_bytes: int) -> Publication | None:
         """Put the adapters into the object store, and before the first of them the weights that they are added to."""
@@ -233,13 +233,17 @@ class TrainerWorker:
         return made and Publication(made.manifest, base.buckets + made.buckets)
 
     def _put(
-        self, weights: Given, make: Callable[[Given], tuple[Manifest, list[Bytes]]] | None
+        self,
+        weights: Iterable[tuple[str, Tensor]],
+        make: Callable[[Given], tuple[Manifest, list[Bytes]]] | None,
     ) -> Publication | None:
         """Put what `make` makes of the weights into the object store; return None on other ranks than 0."""
         if self._rank != 0 or make is None:
             assert not list(weights), "only rank 0 receives weights"
             return None
-        manifest, buckets = make(weights)
+        from raypost.weights.tensors import as_bytes
+
+        manifest, buckets = make(as_bytes(weights))
         return Publication(manifest, [ray.put(bucket) for bucket in buckets])
 
     def canary_logprobs(self, token_ids: IntArray) -> FloatArray:
@@ -286,21 +290,3 @@ class TrainerWorker:
         if self._trained is not None:
             self._trained.close()
             self._trained = None
-
-
-_SIOCGIFADDR = 0x8915
-"""Linux: the IPv4 address of a network interface."""
-
-
-def _interface_of(address: str) -> str | None:
-    """Name of this node's network interface with that IPv4 address, or None."""
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        for _, name in socket.if_nameindex():
-            request = struct.pack("256s", name.encode()[:15])
-            try:
-                found = fcntl.ioctl(probe.fileno(), _SIOCGIFADDR, request)[20:24]
-            except OSError:
-                continue  # An interface without an IPv4 address.
-            if socket.inet_ntoa(found) == address:
-                return name
-    return None

@@ -27,7 +27,7 @@ from torch import Tensor
 
 from raypost.errors import CheckpointError
 from raypost.trainer.engine import TrainEngine
-from raypost.trainer.model.lora import MergedWeight
+from raypost.trainer.model.lora import Weight
 
 FILE = "average.safetensors"
 """In a checkpoint: every trained weight's average, whole and in float32, whatever the ranks and the ZeRO stage."""
@@ -70,19 +70,13 @@ class WeightAverage:
             now.data.copy_(mine)
             mine.copy_(kept)
 
-    def averaged(
-        self, weights: Iterator[tuple[str, Tensor | MergedWeight]]
-    ) -> Iterator[tuple[str, Tensor | MergedWeight]]:
+    def averaged(self, weights: Iterator[tuple[str, Weight]]) -> Iterator[tuple[str, Weight]]:
         """Yield the weights with each trained one replaced by its average, float32.
 
         To be read within `in_place`, to the end, by every rank.
         """
         for name, weight in weights:
-            if isinstance(weight, MergedWeight):
-                base, down, up = map(self._of, weight.parts)
-                yield name, replace(weight, base=base, down=down, up=up)
-            else:
-                yield name, self._of(weight)
+            yield name, replace(weight, parts=tuple(map(self._of, weight.parts)))
 
     def _of(self, weight: Tensor) -> Tensor:
         return self._engine.whole_weight(weight) if weight.requires_grad else weight

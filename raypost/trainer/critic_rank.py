@@ -17,29 +17,18 @@ from raypost.packed import PackedGroups
 from raypost.trainer.algorithm.losses import value_loss
 from raypost.trainer.algorithm.statistics import ValueStatistics
 from raypost.trainer.algorithm.token_advantages import CriticInputs, TokenValues
-from raypost.trainer.batch.packing import MicroBatch, packing_rule
+from raypost.trainer.batch.packing import MicroBatch
 from raypost.trainer.batch.train_batch import Sample
-from raypost.trainer.engine import TrainEngine
-from raypost.trainer.model.policy import Critic, load_model, pair_cost
-from raypost.trainer.model.self_check import check_packing
-from raypost.trainer.rank import Objective, Part, Rank, begin
+from raypost.trainer.model.policy import Critic
+from raypost.trainer.rank import Objective, Rank
 
 
 class CriticRank(Rank[CriticInputs, Tensor]):
     """One rank's share of the critic."""
 
-    def __init__(self, config: Config, model_path: str, rank: int, world_size: int) -> None:
+    def __init__(self, config: Config, model_path: str, rank: int) -> None:
         """Load the model. Raises ConfigError if it cannot be trained as configured."""
-        train = config.train
-        begin(config, rank, world_size)
-        model = load_model(model_path, config.model.dtype, train.gradient_checkpointing)
-        rule = packing_rule(train, pair_cost(model))
-        critic = Critic(model)
-        engine = TrainEngine[Tensor](config, critic, rank, world_size, kind="critic")
-        vocab_size = model.config.get_text_config().vocab_size
-        super().__init__(config, engine, rule, rank, world_size, vocab_size=vocab_size)
-        if train.packing:
-            check_packing(engine, critic, config.max_model_len)
+        super().__init__(config, model_path, rank, "critic", Critic)
 
     def compute_values(self, packed: PackedGroups) -> TokenValues:
         """Return the value of the state in which each trained token was chosen, and after what was cut off.
@@ -67,11 +56,11 @@ class CriticRank(Rank[CriticInputs, Tensor]):
             raise ValueError("a critic learns returns, but there are none: use train.advantage.kind: gae")
         statistics, before = ValueStatistics(), inputs.values.values
 
-        def loss_of(part: Part) -> Tensor:
-            values_T = self._forward(part.micro)
-            before_T = self._tensor(before[part.micro.places_T])
-            returns_T = self._tensor(returns[part.micro.places_T])
-            terms = value_loss(values_T, before_T, returns_T, part.scales_T, self._train.loss.value_clip)
+        def loss_of(micro: MicroBatch, scales_T: Tensor) -> Tensor:
+            values_T = self._forward(micro)
+            before_T = self._tensor(before[micro.places_T])
+            returns_T = self._tensor(returns[micro.places_T])
+            terms = value_loss(values_T, before_T, returns_T, scales_T, self._train.loss.value_clip)
             statistics.add(values_T, returns_T, terms)
             return terms.loss
 

@@ -23,7 +23,7 @@ from collections.abc import Iterator
 from contextlib import redirect_stderr, redirect_stdout
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, Literal, TypeVar
 
 import deepspeed
 import numpy as np
@@ -38,7 +38,6 @@ from raypost.config import Config
 from raypost.errors import CheckpointError
 from raypost.trainer.model.lora import Weight
 from raypost.trainer.offload import tensors_of
-from raypost.weights.manifest import Bytes
 
 _DAMAGE = (OSError, EOFError, ValueError, RuntimeError, KeyError, AssertionError, pickle.UnpicklingError)
 """What reading a damaged checkpoint, or one of another model, raises somewhere below."""
@@ -49,6 +48,8 @@ _UNIVERSAL = "universal"
 _META = "trainer.json"
 
 
+Kind = Literal["policy", "critic"]
+"""What is trained."""
 Output = TypeVar("Output")
 """What a model's forward pass returns."""
 
@@ -56,25 +57,24 @@ Output = TypeVar("Output")
 class TrainEngine(Generic[Output]):
     """One rank's share of a model, its gradient and its optimizer."""
 
-    def __init__(self, config: Config, module: nn.Module, rank: int, world_size: int, *, kind: str) -> None:
+    def __init__(self, config: Config, module: nn.Module, rank: int, kind: Kind) -> None:
         """`kind` names what is trained, so that one's checkpoint is not taken for another's."""
         train = config.train
         self._config = config
         self._train = train
         self._kind = kind
         self._rank = rank
-        self._world_size = world_size
         self.device = torch.device(config.device)
         self.module = module
         deepspeed_logger.setLevel(logging.WARNING)
-        start_process_group(config, rank, world_size)
+        start_process_group(config, rank)
         groups = parameter_groups(module, train.weight_decay)
         self._weight_decays = [group["weight_decay"] for group in groups]
         optimizer = torch.optim.AdamW(groups, lr=train.learning_rate, fused=True)
         self._engine, *_ = deepspeed.initialize(
             model=module,
             optimizer=optimizer,
-            config=_deepspeed_config(config, world_size),
+            config=_deepspeed_config(config),
             dist_init_required=False,
         )
 
@@ -115,7 +115,7 @@ class TrainEngine(Generic[Output]):
         self._engine.set_gradient_accumulation_boundary(last)
         # DeepSpeed averages gradients over ranks, but they are to be summed. A loss that overflowed may have a
         # finite gradient: NaN makes the norm on every rank refuse the step.
-        self._engine.backward(loss * (self._world_size if finite else math.nan))
+        self._engine.backward(loss * (self._train.num_workers if finite else math.nan))
         return finite
 
     def apply(self) -> float:
@@ -144,20 +144,20 @@ class TrainEngine(Generic[Output]):
 
     # ---------------------------------------------------------------- weights
 
-    def gather(
-        self, weights: Iterator[tuple[str, Weight]], dtype: torch.dtype
-    ) -> Iterator[tuple[str, Bytes, str, tuple[int, ...]]]:
-        """Yield (name, flat bytes, dtype, shape) of every weight on rank 0; nothing on the others.
+    def gather(self, weights: Iterator[tuple[str, Weight]]) -> Iterator[tuple[str, Tensor]]:
+        """Yield every weight in main memory, of the model's dtype, on rank 0; nothing on the others.
 
-        At ZeRO 3 every rank must exhaust it. At most `train.bucket_mb` are gathered at a time, and bytes are valid
-        only until the next are asked for.
+        At ZeRO 3 every rank must exhaust it. At most `train.bucket_mb` are gathered at a time, and a tensor is valid
+        only until the next is asked for.
         """
+        dtype = getattr(torch, self._config.model.dtype)
         for chunk in _chunks(weights, self._train.bucket_mb * 2**20):
-            partitioned = [part for _, weight in chunk for part in _parts(weight) if hasattr(part, "ds_id")]
+            partitioned = [part for _, weight in chunk for part in weight.parts if hasattr(part, "ds_id")]
             with deepspeed.zero.GatheredParameters(partitioned, enabled=bool(partitioned)):
                 if self._rank == 0:
                     for name, weight in chunk:
-                        yield name, *_as_bytes(weight, dtype)
+                        tensor = weight.value()
+                        yield name, (tensor.to(dtype) if tensor.is_floating_point() else tensor).cpu()
 
     def trained_weights(self) -> Iterator[tuple[str, Tensor]]:
         """Yield the parameters that the optimizer changes, under the names that the model gives them."""
@@ -268,7 +268,7 @@ class TrainEngine(Generic[Output]):
         return {
             "kind": self._kind,
             "zero_stage": self._train.zero_stage,
-            "num_workers": self._world_size,
+            "num_workers": self._train.num_workers,
             "dtype": self._config.model.dtype,
         }
 
@@ -276,12 +276,12 @@ class TrainEngine(Generic[Output]):
 class FrozenModel(Generic[Output]):
     """A model that is only read. At ZeRO 3 its weights are spread over the ranks as well."""
 
-    def __init__(self, config: Config, module: nn.Module, world_size: int) -> None:
+    def __init__(self, config: Config, module: nn.Module) -> None:
         """Freeze `module`, and spread its weights over the ranks at ZeRO 3."""
         self._module: Any = module.requires_grad_(False).eval()
         if config.train.zero_stage == 3:
             self._module, *_ = deepspeed.initialize(
-                model=module, config=_deepspeed_config(config, world_size), dist_init_required=False
+                model=module, config=_deepspeed_config(config), dist_init_required=False
             )
         else:
             self._module.to(config.device)
@@ -348,7 +348,7 @@ def parameter_groups(module: nn.Module, weight_decay: float) -> list[dict[str, A
     return [group for group in groups if group["params"]]
 
 
-def start_process_group(config: Config, rank: int, world_size: int) -> None:
+def start_process_group(config: Config, rank: int) -> None:
     """Join the other ranks, unless this process has."""
     if dist.is_initialized():
         return
@@ -360,11 +360,11 @@ def start_process_group(config: Config, rank: int, world_size: int) -> None:
         verbose=False,
         timeout=timedelta(seconds=config.train.step_timeout_s),
         rank=rank,
-        world_size=world_size,
+        world_size=config.train.num_workers,
     )
 
 
-def _deepspeed_config(config: Config, world_size: int) -> dict[str, Any]:
+def _deepspeed_config(config: Config) -> dict[str, Any]:
     train = config.train
     offload: dict[str, Any] = {}
     if train.offload_optimizer:
@@ -373,7 +373,7 @@ def _deepspeed_config(config: Config, world_size: int) -> dict[str, Any]:
         # Micro-batches differ in size and number: the engine is told where a minibatch ends.
         "train_micro_batch_size_per_gpu": 1,
         "gradient_accumulation_steps": 1,
-        "train_batch_size": world_size,
+        "train_batch_size": train.num_workers,
         "gradient_clipping": train.max_grad_norm if train.zero_stage > 0 else 0.0,
         "zero_optimization": {
             "stage": train.zero_stage,
@@ -387,12 +387,8 @@ def _deepspeed_config(config: Config, world_size: int) -> dict[str, Any]:
     }
 
 
-def _parts(weight: Weight) -> tuple[Tensor, ...]:
-    return (weight,) if isinstance(weight, Tensor) else weight.parts
-
-
 def _size(weight: Weight) -> int:
-    return sum(getattr(part, "ds_numel", part.numel()) * part.element_size() for part in _parts(weight))
+    return sum(getattr(part, "ds_numel", part.numel()) * part.element_size() for part in weight.parts)
 
 
 def _chunks(weights: Iterator[tuple[str, Weight]], max_bytes: int) -> Iterator[list[tuple[str, Weight]]]:
@@ -404,11 +400,3 @@ def _chunks(weights: Iterator[tuple[str, Weight]], max_bytes: int) -> Iterator[l
         chunk.append((name, weight))
     if chunk:
         yield chunk
-
-
-def _as_bytes(weight: Weight, dtype: torch.dtype) -> tuple[Bytes, str, tuple[int, ...]]:
-    tensor = weight.detach() if isinstance(weight, Tensor) else weight.value()
-    if tensor.is_floating_point():
-        tensor = tensor.to(dtype)
-    flat = tensor.cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
-    return flat, str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape)

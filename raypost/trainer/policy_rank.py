@@ -13,10 +13,9 @@ from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
-import numpy as np
-import torch
 import torch.distributed as dist
 from torch import Tensor
+from transformers import PreTrainedModel
 
 from raypost.config import Config
 from raypost.data.tokenizer import Tokenizer
@@ -39,13 +38,12 @@ from raypost.trainer.algorithm.token_advantages import (
     with_advantage,
 )
 from raypost.trainer.average import WeightAverage
-from raypost.trainer.batch.packing import MicroBatch, packing_rule
+from raypost.trainer.batch.packing import MicroBatch
 from raypost.trainer.batch.sft import SftExamples
 from raypost.trainer.batch.train_batch import Column
-from raypost.trainer.engine import FrozenModel, TrainEngine
+from raypost.trainer.engine import FrozenModel
 from raypost.trainer.model.head import Sampling
 from raypost.trainer.model.lora import (
-    MergedWeight,
     Weight,
     adapter_factors,
     adapter_scales,
@@ -54,12 +52,11 @@ from raypost.trainer.model.lora import (
     merged_weights,
     without_adapters,
 )
-from raypost.trainer.model.policy import DTYPES, Policy, load_model, pair_cost, save_model
-from raypost.trainer.model.self_check import check_head, check_packing
-from raypost.trainer.rank import Objective, Part, Rank, Supervised, begin
+from raypost.trainer.model.policy import Policy, canary_logprobs, load_model, save_model
+from raypost.trainer.model.self_check import check_head
+from raypost.trainer.rank import Objective, Rank, Supervised
 from raypost.types import FloatArray, IntArray
-from raypost.weights.manifest import Bytes
-from raypost.weights.names import CheckpointNames, named_weights
+from raypost.weights.names import CheckpointNames
 
 Outputs = tuple[Tensor, Tensor]
 """The policy's forward pass gives logprobs_T and entropy_T."""
@@ -68,43 +65,39 @@ Outputs = tuple[Tensor, Tensor]
 class PolicyRank(Rank[PolicyInputs, Outputs]):
     """One rank's share of the policy, and of its frozen reference if there is one."""
 
-    def __init__(self, config: Config, model_path: str, rank: int, world_size: int) -> None:
+    def __init__(self, config: Config, model_path: str, rank: int) -> None:
         """Load the model. Raises ConfigError if it cannot be trained as configured."""
         train = config.train
-        begin(config, rank, world_size)
         self._model_path = model_path
-        model = load_model(model_path, config.model.dtype, train.gradient_checkpointing)
-        cost = pair_cost(model)
-        self._names = CheckpointNames(model)
-        if train.lora is not None:
-            add_adapters(model, train.lora)
-        self._policy = Policy(model, train.logits_mb * 2**20)
-        self._policy.set_entropy_gradient(train.loss.entropy_coefficient != 0)
-        rule = packing_rule(train, cost)
-        engine = TrainEngine[Outputs](config, self._policy, rank, world_size, kind="policy")
-        vocab_size = model.config.get_text_config().vocab_size
-        super().__init__(config, engine, rule, rank, world_size, vocab_size=vocab_size)
+        super().__init__(config, model_path, rank, "policy", self._wrap)
         self._policy_loss = load_policy_loss(train.loss.kind)
-        check_head(engine, self._policy)
-        if train.packing:
-            check_packing(engine, self._policy, config.max_model_len)
+        check_head(self._engine, self._policy)
         self._examples: SftExamples | None = None
         if train.sft is not None:
             tokenizer = Tokenizer.load(model_path)
             self._examples = SftExamples(train.sft, tokenizer, config.seed, config.max_model_len)
         self._average: WeightAverage | None = None
         if train.ema_decay is not None:
-            self._average = WeightAverage(engine, train.ema_decay, rank)
+            self._average = WeightAverage(self._engine, train.ema_decay, rank)
         self._reference: FrozenModel[Outputs] | None = None
         if train.needs_ref_logprobs and train.lora is None and train.loss.kl.pool is None:
             self._reference = self._frozen_reference()
+
+    def _wrap(self, model: PreTrainedModel) -> Policy:
+        """Take down the names of the weights while they are the model's own, then add adapters if configured."""
+        self._names = CheckpointNames(model)
+        if self._train.lora is not None:
+            add_adapters(model, self._train.lora)
+        self._policy = Policy(model, self._train.logits_mb * 2**20)
+        self._policy.set_entropy_gradient(self._train.loss.entropy_coefficient != 0)
+        return self._policy
 
     def _frozen_reference(self) -> FrozenModel[Outputs]:
         """Load the model that training starts from, laid out as the policy is."""
         reference = Policy(
             load_model(self._model_path, self._config.model.dtype), self._train.logits_mb * 2**20
         )
-        frozen = FrozenModel[Outputs](self._config, reference, self._world_size)
+        frozen = FrozenModel[Outputs](self._config, reference)
         reference.chunked = self._policy.chunked
         reference.set_packed(self._policy.packed)
         return frozen
@@ -169,7 +162,7 @@ class PolicyRank(Rank[PolicyInputs, Outputs]):
         # Where only the advantage makes a loss, a sample without one has none.
         idle = loss.kind in POLICY_LOSSES and not loss.entropy_coefficient and not loss.kl.coefficient
         return Objective(
-            lambda part: self._loss(part, step, inputs, statistics),
+            lambda micro, scales_T: self._loss(micro, scales_T, step, inputs, statistics),
             statistics,
             active=with_advantage(inputs.advantages.advantages) if idle else None,
             aggregation=loss.aggregation,
@@ -187,16 +180,23 @@ class PolicyRank(Rank[PolicyInputs, Outputs]):
             return None
         coefficient = sft.coefficient
 
-        def loss_of(part: Part) -> Tensor:
-            logprobs_T, _ = self._forward(part.micro)
-            loss = sft_loss(logprobs_T, part.scales_T, coefficient)
+        def loss_of(micro: MicroBatch, scales_T: Tensor) -> Tensor:
+            logprobs_T, _ = self._forward(micro)
+            loss = sft_loss(logprobs_T, scales_T, coefficient)
             statistics.add_sft(logprobs_T, loss)
             return loss
 
         return Supervised(self._examples.of_updates(step, self._train.num_updates), loss_of)
 
-    def _loss(self, part: Part, step: int, inputs: PolicyInputs, statistics: PolicyStatistics) -> Tensor:
-        micro, train = part.micro, self._train
+    def _loss(
+        self,
+        micro: MicroBatch,
+        scales_T: Tensor,
+        step: int,
+        inputs: PolicyInputs,
+        statistics: PolicyStatistics,
+    ) -> Tensor:
+        train = self._train
         logprobs_T, entropy_T = self._forward(micro)
         rollout_T = self._tensor(micro.rollout_logprobs_T)
         staleness_T = self._tensor(staleness_of(micro.policy_versions_T, step))
@@ -217,7 +217,7 @@ class PolicyRank(Rank[PolicyInputs, Outputs]):
         correction = correct(
             train.correction, proximal_T, rollout_T, tokens.rows_T, tokens.num_rows, staleness_T, trainer_T
         )
-        terms = policy_objective(tokens, correction, part.scales_T, train.loss, self._policy_loss)
+        terms = policy_objective(tokens, correction, scales_T, train.loss, self._policy_loss)
         statistics.add(tokens, correction, terms, staleness_T, before_T)
         return terms.loss
 
@@ -252,73 +252,51 @@ class PolicyRank(Rank[PolicyInputs, Outputs]):
 
     # ---------------------------------------------------------------- logprobs and weights
 
-    @torch.no_grad()
     def canary_logprobs(self, token_ids: IntArray) -> FloatArray:
         """Return the logprob of every token but the first, given those before it, at temperature 1. A collective."""
-        ids = self._tensor(np.asarray(token_ids, np.int64))
-        index = torch.arange(len(ids) - 1, device=ids.device)
-        ones = Sampling(torch.ones(len(ids) - 1, device=ids.device))
-        logprobs_T, _ = self._engine(ids[None, :-1], index, ids[1:], ones)
-        result: FloatArray = logprobs_T.float().cpu().numpy()
-        return result
+        return canary_logprobs(self._engine, token_ids, self._engine.device)
 
-    def gather_weights(self) -> Iterator[tuple[str, Bytes, str, tuple[int, ...]]]:
-        """Yield (checkpoint name, flat bytes, dtype, shape) of every weight, adapters merged, on rank 0 only.
+    def gather_weights(self) -> Iterator[tuple[str, Tensor]]:
+        """Yield every weight, adapters merged, in main memory under its checkpoint name, on rank 0 only.
 
-        A collective at ZeRO 3: every rank must exhaust it. Bytes are valid only until the next are asked for.
+        A collective at ZeRO 3: every rank must exhaust it. A tensor is valid only until the next is asked for.
         """
-        return self._stored(self._whole_weights())
+        return self._stored(merged_weights(self._policy.model))
 
-    def gather_average(self) -> Iterator[tuple[str, Bytes, str, tuple[int, ...]]]:
+    def gather_average(self) -> Iterator[tuple[str, Tensor]]:
         """Yield the weights' moving average as `gather_weights` does. Raises ValueError without one."""
         if self._average is None:
             raise ValueError("there is no average of the weights: it is kept if train.ema_decay is set")
         with self._average.in_place():
-            yield from self._stored(self._average.averaged(self._whole_weights()))
+            yield from self._stored(self._average.averaged(merged_weights(self._policy.model)))
 
-    def gather_base(self) -> Iterator[tuple[str, Bytes, str, tuple[int, ...]]]:
+    def gather_base(self) -> Iterator[tuple[str, Tensor]]:
         """Yield as `gather_weights` does, without what adapters add: what stays the same for the whole run."""
-        return self._stored(base_weights(named_weights(self._policy.model)))
+        return self._stored(base_weights(self._policy.model))
 
-    def gather_adapters(self) -> Iterator[tuple[str, Bytes, str, tuple[int, ...]]]:
+    def gather_adapters(self) -> Iterator[tuple[str, Tensor]]:
         """Yield as `gather_weights` does, the adapters' factors alone, named after their matrices with DOWN and UP."""
-        for name, data, dtype, shape in self._gathered(adapter_factors(self._policy.model)):
+        for name, tensor in self._engine.gather(adapter_factors(self._policy.model)):
             matrix, dot, factor = name.rpartition(".")
-            yield f"{self._names.one(matrix)}{dot}{factor}", data, dtype, shape
+            yield f"{self._names.one(matrix)}{dot}{factor}", tensor
 
     @property
     def adapter_scales(self) -> dict[str, float]:
         """What the product of an adapter's factors counts, by the checkpoint name of its matrix."""
         return {self._names.one(name): scale for name, scale in adapter_scales(self._policy.model).items()}
 
-    def _whole_weights(self) -> Iterator[tuple[str, Tensor | MergedWeight]]:
-        weights = named_weights(self._policy.model)
-        return weights if self._train.lora is None else merged_weights(weights, self._policy.model)
-
-    def _gathered(
-        self, weights: Iterator[tuple[str, Weight]]
-    ) -> Iterator[tuple[str, Bytes, str, tuple[int, ...]]]:
-        return self._engine.gather(weights, DTYPES[self._config.model.dtype])
-
-    def _stored(
-        self, weights: Iterator[tuple[str, Weight]]
-    ) -> Iterator[tuple[str, Bytes, str, tuple[int, ...]]]:
+    def _stored(self, weights: Iterator[tuple[str, Weight]]) -> Iterator[tuple[str, Tensor]]:
         """Yield the weights under the names, and in the parts, that a checkpoint has."""
-        for name, data, dtype, shape in self._gathered(weights):
-            whole = torch.from_numpy(data).view(getattr(torch, dtype)).reshape(shape)
-            for stored, tensor in self._names.stored(name, whole):
-                flat = tensor.contiguous().reshape(-1).view(torch.uint8).numpy()
-                yield stored, flat, dtype, tuple(tensor.shape)
+        for name, tensor in self._engine.gather(weights):
+            yield from self._names.stored(name, tensor)
 
     def save_hf(self, path: Path, ema: bool = False) -> None:
         """Write the model as a Hugging Face folder (safetensors) with its tokenizer. A collective.
 
         `ema`: with its weights' moving average. Raises ValueError if there is none.
         """
-        state = {}
-        for name, data, dtype, shape in self.gather_average() if ema else self.gather_weights():
-            flat = torch.from_numpy(data.copy()).view(getattr(torch, dtype))
-            state[name] = flat.reshape(shape)
+        weights = self.gather_average() if ema else self.gather_weights()
+        state = {name: tensor.clone() for name, tensor in weights}
         if self._rank == 0:
             save_model(self._policy.model, state, Path(self._model_path), path)
         dist.barrier()

@@ -24,6 +24,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
+from transformers import PreTrainedModel
 
 from raypost import metrics
 from raypost.config import Config, TrainConfig
@@ -33,8 +34,10 @@ from raypost.packed import PackedGroups
 from raypost.trainer.algorithm.losses import sequence_scales
 from raypost.trainer.batch.packing import MicroBatch, PackingRule, micro_batches
 from raypost.trainer.batch.train_batch import Column, Limits, Sample, TrainBatch, plan_batch
-from raypost.trainer.engine import Output, TrainEngine, start_process_group
+from raypost.trainer.engine import Kind, Output, TrainEngine, start_process_group
 from raypost.trainer.memory import first_of, group_names, memory_named
+from raypost.trainer.model.policy import Critic, Policy, load_model, pair_cost
+from raypost.trainer.model.self_check import check_packing
 from raypost.trainer.offload import HostStates
 from raypost.trainer.random_state import load_random_state, save_random_state
 
@@ -51,24 +54,8 @@ def learning_rate(train: TrainConfig, step: int) -> float:
     return train.learning_rate * factor[train.lr_schedule]
 
 
-def begin(config: Config, rank: int, world_size: int) -> None:
-    """Prepare the process for a model: threads, the other ranks, the seed."""
-    if config.device == "cpu":
-        torch.set_num_threads(config.train.threads)
-    start_process_group(config, rank, world_size)
-    torch.manual_seed(config.seed)
-
-
-@dataclass(frozen=True, slots=True)
-class Part:
-    """A micro-batch on the rank's device, with what each of its tokens counts in the minibatch's loss."""
-
-    micro: MicroBatch
-    scales_T: Tensor
-
-
-LossOf = Callable[[Part], Tensor]
-"""The loss of a micro-batch, this rank's part of a sum."""
+LossOf = Callable[[MicroBatch, Tensor], Tensor]
+"""The loss of a micro-batch, this rank's part of a sum, from it and scales_T: what each token counts there."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,8 +70,8 @@ class Supervised:
 class Statistics(Protocol):
     """Sums over the micro-batches of a step on this rank."""
 
-    def reduced(self, device: torch.device) -> Statistics:
-        """Return the sums over all ranks. A collective."""
+    def reduce(self, device: torch.device) -> None:
+        """Add up the sums of all ranks, on each. A collective."""
 
     def metrics(self, num_minibatches: int) -> dict[str, float]:
         """Return the step's figures."""
@@ -103,16 +90,6 @@ class Objective:
     supervised: Supervised | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class _Work:
-    """Micro-batches of one kind of an optimizer step. Equally many on every rank."""
-
-    micros: list[MicroBatch]
-    scale_of: dict[int, float]
-    """Of a trained token, by the id of its sample."""
-    loss_of: LossOf
-
-
 Inputs = TypeVar("Inputs")
 """What a model is trained on, in addition to the batch."""
 
@@ -123,22 +100,32 @@ class Rank(ABC, Generic[Inputs, Output]):
     def __init__(
         self,
         config: Config,
-        engine: TrainEngine[Output],
-        rule: PackingRule,
+        model_path: str,
         rank: int,
-        world_size: int,
-        *,
-        vocab_size: int,
+        kind: Kind,
+        wrap: Callable[[PreTrainedModel], Policy | Critic],
     ) -> None:
-        """Take over an engine whose model is complete."""
+        """Join the other ranks and load the model, of which `wrap` makes what is trained.
+
+        Raises ConfigError if it cannot be trained as configured.
+        """
+        train = config.train
         self._config = config
-        self._train = config.train
-        self._engine = engine
-        self._rule = rule
-        self._limits = Limits(vocab_size, config.max_model_len)
+        self._train = train
         self._rank = rank
-        self._world_size = world_size
-        self._host_states = HostStates(engine.device)
+        if config.device == "cpu":
+            torch.set_num_threads(train.threads)
+        start_process_group(config, rank)
+        torch.manual_seed(config.seed)
+        model = load_model(model_path, config.model.dtype, train.gradient_checkpointing)
+        share_prompts = train.share_prompts == "auto"
+        self._rule = PackingRule(train.micro_batch_tokens, train.packing, share_prompts, pair_cost(model))
+        self._limits = Limits(model.config.get_text_config().vocab_size, config.max_model_len)
+        module = wrap(model)
+        self._engine = TrainEngine[Output](config, module, rank, kind)
+        if train.packing:
+            check_packing(self._engine, module, config.max_model_len)
+        self._host_states = HostStates(self._engine.device)
         self._step = 0
         self._skipped_steps = 0
         self._metrics: dict[str, float] = {}
@@ -182,7 +169,7 @@ class Rank(ABC, Generic[Inputs, Output]):
         return self._planned[1]
 
     def _micro_batches(self, samples: Sequence[Sample]) -> list[MicroBatch]:
-        return micro_batches(samples, self._rank, self._world_size, self._rule)
+        return micro_batches(samples, self._rank, self._train.num_workers, self._rule)
 
     def _column(
         self, samples: Sequence[Sample], length: int, compute: Callable[[MicroBatch], Tensor]
@@ -240,7 +227,8 @@ class Rank(ABC, Generic[Inputs, Output]):
         if norms:
             figures[metrics.GRAD_NORM] = sum(norms) / len(norms)
             self._updated()
-        figures |= objective.statistics.reduced(self._engine.device).metrics(self._train.num_updates)
+        objective.statistics.reduce(self._engine.device)
+        figures |= objective.statistics.metrics(self._train.num_updates)
         step_s = time.monotonic() - start
         speed = figures[metrics.RESPONSE_TOKENS] / step_s
         self._metrics = figures | {metrics.STEP_S: step_s, metrics.TOKENS_PER_S: speed}
@@ -255,35 +243,37 @@ class Rank(ABC, Generic[Inputs, Output]):
     def _updated(self) -> None:
         """React to a train step that moved the weights."""
 
-    def _work(self, objective: Objective, samples: list[Sample], others: list[Sample]) -> list[_Work]:
-        """Plan the micro-batches of one optimizer step; `others` are supervised."""
-        work = []
+    def _work(
+        self, objective: Objective, samples: list[Sample], others: list[Sample]
+    ) -> list[tuple[MicroBatch, dict[int, float], LossOf]]:
+        """Return the micro-batches of one optimizer step, equally many on every rank; `others` are supervised.
+
+        Each with its loss, and what a trained token counts there by the id of its sample.
+        """
+        work: list[tuple[MicroBatch, dict[int, float], LossOf]] = []
         if samples:
             lengths = [sample.num_trained for sample in samples]
             scales = sequence_scales(objective.aggregation, lengths, objective.constant_length)
             computed = [sample for sample in samples if objective.active is None or objective.active(sample)]
-            micros = self._micro_batches(computed)
-            work.append(_Work(micros, _by_sample(samples, scales), objective.loss_of))
+            scale_of = _by_sample(samples, scales)
+            work += [(micro, scale_of, objective.loss_of) for micro in self._micro_batches(computed)]
         if others and objective.supervised is not None:
             scales = sequence_scales("token", [sample.num_trained for sample in others])
-            micros = self._micro_batches(others)
-            work.append(_Work(micros, _by_sample(others, scales), objective.supervised.loss_of))
+            scale_of = _by_sample(others, scales)
+            work += [(micro, scale_of, objective.supervised.loss_of) for micro in self._micro_batches(others)]
         return work
 
-    def _accumulate(self, work: list[_Work], step: int) -> None:
-        left = sum(len(one.micros) for one in work)
-        for one in work:
-            for micro in one.micros:
-                left -= 1
-                scales_N = np.asarray([one.scale_of[id(sample)] for sample in micro.samples], np.float32)
-                with memory_named(micro, f"step {step}, rank {self._rank}"):
-                    loss = one.loss_of(Part(micro, self._tensor(scales_N[micro.sample_T])))
-                    finite = self._engine.backward(loss, last=left == 0)
-                if not finite:
-                    log.warning(
-                        "step %d, rank %d: the loss of a micro-batch is not finite; its groups: %s",
-                        step, self._rank, first_of(group_names(micro.samples)),
-                    )  # fmt: skip
+    def _accumulate(self, work: list[tuple[MicroBatch, dict[int, float], LossOf]], step: int) -> None:
+        for number, (micro, scale_of, loss_of) in enumerate(work, 1):
+            scales_N = np.asarray([scale_of[id(sample)] for sample in micro.samples], np.float32)
+            with memory_named(micro, f"step {step}, rank {self._rank}"):
+                loss = loss_of(micro, self._tensor(scales_N[micro.sample_T]))
+                finite = self._engine.backward(loss, last=number == len(work))
+            if not finite:
+                log.warning(
+                    "step %d, rank %d: the loss of a micro-batch is not finite; its groups: %s",
+                    step, self._rank, first_of(group_names(micro.samples)),
+                )  # fmt: skip
 
     def _skip(self, step: int, samples: Sequence[Sample], why: str) -> None:
         self._skipped_steps += 1

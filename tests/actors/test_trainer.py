@@ -109,7 +109,7 @@ class Probe(TrainerWorker):
         """Train from the start (or from `resume`) up to `steps`; weights on rank 0, metrics of each step."""
         from raypost.trainer.policy_rank import PolicyRank
 
-        engine = PolicyRank(config, self._model_path, self._rank, self._config.train.num_workers)
+        engine = PolicyRank(config, self._model_path, self._rank)
         start = engine.load(Path(resume)) if resume else 0
         metrics = []
         for step in range(start + 1, steps + 1):
@@ -117,8 +117,8 @@ class Probe(TrainerWorker):
             if step == save_at:
                 engine.save(Path(folder))
         weights = {}
-        for name, data, dtype, _ in engine.gather_weights():
-            weights[name] = torch.from_numpy(data.copy()).view(getattr(torch, dtype)).float().numpy()
+        for name, tensor in engine.gather_weights():
+            weights[name] = tensor.clone().float().numpy()
         return weights or None, metrics
 
     def averaged(
@@ -127,14 +127,11 @@ class Probe(TrainerWorker):
         """Weights before each step and after the last, and their moving average; on rank 0. Saved to `folder`."""
         from raypost.trainer.policy_rank import PolicyRank
 
-        rank = PolicyRank(config, self._model_path, self._rank, self._config.train.num_workers)
+        rank = PolicyRank(config, self._model_path, self._rank)
         start = rank.load(Path(resume)) if resume else 0
 
         def values(weights: Iterator[Any]) -> Weights:
-            return {
-                n: torch.from_numpy(d.copy()).view(getattr(torch, dtype)).float().numpy()
-                for n, d, dtype, _ in weights
-            }
+            return {name: tensor.clone().float().numpy() for name, tensor in weights}
 
         seen = [values(rank.gather_weights())]
         for step, batch in enumerate(batches, start + 1):
@@ -153,12 +150,12 @@ class Probe(TrainerWorker):
         what was logged."""
         from raypost.trainer.policy_rank import PolicyRank
 
-        engine = PolicyRank(config, self._model_path, self._rank, 1)
+        engine = PolicyRank(config, self._model_path, self._rank)
         bad = make_batch(2)
         bad.columns[2][:] = -300.0
 
         def weights() -> Weights:
-            return {n: d.view(np.float32).copy() for n, d, _, _ in engine.gather_weights()}
+            return {name: tensor.clone().numpy() for name, tensor in engine.gather_weights()}
 
         seen, metrics = [weights()], []
         lines: queue.SimpleQueue[logging.LogRecord] = queue.SimpleQueue()
@@ -174,14 +171,10 @@ class Probe(TrainerWorker):
         """Mean distance of the weights from the start after `steps` small steps on one batch."""
         from raypost.trainer.policy_rank import PolicyRank
 
-        rank = PolicyRank(config, self._model_path, self._rank, 1)
+        rank = PolicyRank(config, self._model_path, self._rank)
 
         def weights() -> torch.Tensor:
-            parts = [
-                torch.from_numpy(d.copy()).view(torch.bfloat16).float()
-                for _, d, _, _ in rank.gather_weights()
-            ]
-            return torch.cat(parts)
+            return torch.cat([tensor.flatten().float() for _, tensor in rank.gather_weights()])
 
         before = weights()
         for step in range(1, steps + 1):
@@ -196,7 +189,7 @@ class Probe(TrainerWorker):
         left = []
         gc.collect()
         gc.freeze()
-        rank = PolicyRank(config, self._model_path, self._rank, self._config.train.num_workers)
+        rank = PolicyRank(config, self._model_path, self._rank)
         for step in range(1, steps + 2):
             rank.offload()
             rank.offload()
@@ -205,18 +198,14 @@ class Probe(TrainerWorker):
             rank.reload()
             if step <= steps:
                 rank.train(make_batch(step), step)
-        weights = {
-            name: torch.from_numpy(data.copy()).view(getattr(torch, dtype)).float().numpy()
-            for name, data, dtype, _ in rank.gather_weights()
-        }
+        weights = {name: tensor.clone().float().numpy() for name, tensor in rank.gather_weights()}
         return weights or None, left
 
     def renew(self, config: Config | None = None) -> None:
         """As if it had just been set up, with its own configuration or another."""
         from raypost.trainer.policy_rank import PolicyRank
 
-        workers = self._config.train.num_workers
-        self._trained = PolicyRank(config or self._config, self._model_path, self._rank, workers)
+        self._trained = PolicyRank(config or self._config, self._model_path, self._rank)
         self._published.clear()
         self._base, self._base_gathered = None, False
         self._spans.drain()

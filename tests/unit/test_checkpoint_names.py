@@ -21,8 +21,6 @@ from transformers import (
 from raypost.config import LoraConfig
 from raypost.errors import ConfigError
 from raypost.trainer.model.lora import (
-    MergedWeight,
-    Transposed,
     adapter_factors,
     adapter_scales,
     add_adapters,
@@ -77,18 +75,12 @@ def test_base_and_factors_make_the_merged_weights_bit_for_bit_and_the_adapted_mo
     for own, parameter in model.named_parameters():
         if "lora_" in own:
             torch.nn.init.normal_(parameter, std=0.2)
-    base = {own: tensor.detach() for own, tensor in base_weights(named_weights(model))}
+    base = {own: weight.value() for own, weight in base_weights(model)}
     assert base.keys() == plain.keys() and all(torch.equal(base[own], plain[own]) for own in base)
-    factors = {
-        own: one.value() if isinstance(one, MergedWeight | Transposed) else one.detach()
-        for own, one in adapter_factors(model)
-    }
+    factors = {own: weight.value() for own, weight in adapter_factors(model)}
     scales = adapter_scales(model)
     assert set(scales.values()) == {1.5} and len(factors) == 2 * len(scales)
-    whole = {
-        own: one if isinstance(one, torch.Tensor) else one.value()
-        for own, one in merged_weights(named_weights(model), model)
-    }
+    whole = {own: weight.value() for own, weight in merged_weights(model)}
     again = make_model(name).eval()
     for own, parameter in again.named_parameters():
         if own in scales:

@@ -17,6 +17,7 @@ from raypost.trainer.model.folder_model import FolderModel
 from raypost.trainer.model.policy import load_model, save_model
 from raypost.trainer.random_state import load_random_state, save_random_state
 from raypost.weights.manifest import pack, verify
+from raypost.weights.tensors import as_bytes
 from tests.unit.tokenizers import write_tokenizer
 
 CONTRADICTORY = {"do_sample": False, "temperature": 0.6, "eos_token_id": [7, 8]}
@@ -59,7 +60,7 @@ def test_a_written_folder_is_complete_for_transformers_and_for_engines(
 
 def test_a_folders_weights_are_its_own_tied_ones_once_and_have_its_logprobs(source: Path) -> None:
     model = FolderModel(source, "float32")
-    manifest, buckets = pack(3, model.weights(), bucket_bytes=10_000)
+    manifest, buckets = pack(3, as_bytes(model.weights()), bucket_bytes=10_000)
     verify(manifest, buckets)
     plain = AutoModelForCausalLM.from_pretrained(source)
     assert [entry.name for entry in manifest.tensors] == [name for name, _ in plain.named_parameters()]
@@ -68,7 +69,7 @@ def test_a_folders_weights_are_its_own_tied_ones_once_and_have_its_logprobs(sour
         log_p = torch.log_softmax(plain(torch.from_numpy(ids.astype(np.int64))[None]).logits[0, :-1], -1)
     expected = log_p.gather(1, torch.from_numpy(ids[1:].astype(np.int64))[:, None])[:, 0].numpy()
     assert np.abs(model.canary_logprobs(ids) - expected).max() < 1e-5
-    halves, _ = pack(3, FolderModel(source, "bfloat16").weights(), bucket_bytes=10_000)
+    halves, _ = pack(3, as_bytes(FolderModel(source, "bfloat16").weights()), bucket_bytes=10_000)
     assert {entry.dtype for entry in halves.tensors} == {"bfloat16"} and halves.digest != manifest.digest
 
 

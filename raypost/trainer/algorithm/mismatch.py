@@ -27,11 +27,6 @@ MAX_LAG = 8
 _LOG_LIMIT = 30.0
 """exp of more is of no use as a statistic, and its square would leave the range of float32."""
 
-_TOKENS, _GAP, _K1, _K3, _RATIO, _SQUARE, _WEIGHT, _KEPT, _CLIPPED, _STEP_RATIO = range(10)
-_COLUMNS = 10
-_MAX_GAP, _MAX_RATIO, _MIN_RATIO, _MAX_STEP_RATIO, _MIN_STEP_RATIO = range(5)
-_EXTREMES = 5
-
 
 @dataclass(frozen=True, slots=True)
 class LagSums:
@@ -48,7 +43,7 @@ class LagSums:
     @classmethod
     def zero(cls) -> LagSums:
         """Return the statistics of no tokens."""
-        return cls(np.zeros((MAX_LAG + 1, _COLUMNS)), np.full((MAX_LAG + 1, _EXTREMES), -np.inf))
+        return cls(np.zeros((MAX_LAG + 1, 10)), np.full((MAX_LAG + 1, 5), -np.inf))
 
     @classmethod
     def of(
@@ -76,12 +71,10 @@ class LagSums:
         for lag in np.flatnonzero(np.bincount(lags_T, minlength=MAX_LAG + 1)):
             here = lags_T == lag
             kept = here & kept_T
-            total.sums[lag, :_WEIGHT] = of_all[:, here].sum(1)
-            total.sums[lag, _WEIGHT:] = of_kept[:, kept].sum(1)
+            total.sums[lag] = [*of_all[:, here].sum(1), *of_kept[:, kept].sum(1)]
             ratios, steps = ratio_T[here], of_kept[-1, kept]
-            total.maxima[lag, :_MAX_STEP_RATIO] = size_T[here].max(), ratios.max(), -ratios.min()
-            if len(steps):
-                total.maxima[lag, _MAX_STEP_RATIO:] = steps.max(), -steps.min()
+            extremes = size_T[here], ratios, -ratios, steps, -steps
+            total.maxima[lag] = [values.max(initial=-np.inf) for values in extremes]
         return total
 
     def __add__(self, other: LagSums) -> LagSums:
@@ -101,39 +94,40 @@ class LagSums:
         ratio_max, ratio_min, clip_fraction: the loss's ratio and what its clip decided, over kept tokens.
         rejected_fraction and token_fraction: over all tokens.
         """
-        everything = self.sums[:, _TOKENS].sum()
+        tokens_K = self.sums[:, 0]
+        everything = tokens_K.sum()
         figures: dict[str, float] = {}
         if not everything:
             return figures
         figures |= _figures(self.sums.sum(0), self.maxima.max(0), "")
-        for lag in np.flatnonzero(self.sums[:, _TOKENS]).tolist():
-            sums, maxima = self.sums[lag], self.maxima[lag]
+        for lag in np.flatnonzero(tokens_K).tolist():
             suffix = f"_lag{lag}"
-            figures |= _figures(sums, maxima, suffix)
-            figures[metrics.TOKEN_FRACTION + suffix] = sums[_TOKENS] / everything
+            figures |= _figures(self.sums[lag], self.maxima[lag], suffix)
+            figures[metrics.TOKEN_FRACTION + suffix] = tokens_K[lag] / everything
             name = "" if lag == 0 else suffix
-            figures[metrics.LOGPROB_MISMATCH_MAX + name] = maxima[_MAX_GAP]
-            figures[metrics.LOGPROB_MISMATCH_MEAN + name] = sums[_GAP] / sums[_TOKENS]
+            figures[metrics.LOGPROB_MISMATCH_MAX + name] = self.maxima[lag, 0]
+            figures[metrics.LOGPROB_MISMATCH_MEAN + name] = self.sums[lag, 1] / tokens_K[lag]
         return {name: float(value) for name, value in figures.items()}
 
 
 def _figures(sums: Floats, maxima: Floats, suffix: str) -> dict[str, float]:
-    tokens, kept = sums[_TOKENS], sums[_KEPT]
+    tokens, _, k1, k3, ratio, square, weight, kept, clipped, step_ratio = sums
+    _, max_ratio, min_ratio, max_step_ratio, min_step_ratio = maxima
     figures = {
-        metrics.ROLLOUT_KL: sums[_K1] / tokens,
-        metrics.ROLLOUT_KL_K3: sums[_K3] / tokens,
-        metrics.ROLLOUT_RATIO_MEAN: sums[_RATIO] / tokens,
-        metrics.ROLLOUT_RATIO_MAX: maxima[_MAX_RATIO],
-        metrics.ROLLOUT_RATIO_MIN: -maxima[_MIN_RATIO],
-        metrics.EFFECTIVE_SAMPLE_SIZE: sums[_RATIO] ** 2 / (tokens * sums[_SQUARE]),
+        metrics.ROLLOUT_KL: k1 / tokens,
+        metrics.ROLLOUT_KL_K3: k3 / tokens,
+        metrics.ROLLOUT_RATIO_MEAN: ratio / tokens,
+        metrics.ROLLOUT_RATIO_MAX: max_ratio,
+        metrics.ROLLOUT_RATIO_MIN: -min_ratio,
+        metrics.EFFECTIVE_SAMPLE_SIZE: ratio**2 / (tokens * square),
         metrics.REJECTED_FRACTION: 1 - kept / tokens,
     }
     if kept:
         figures |= {
-            metrics.IMPORTANCE_WEIGHT_MEAN: sums[_WEIGHT] / kept,
-            metrics.CLIP_FRACTION: sums[_CLIPPED] / kept,
-            metrics.RATIO_MEAN: sums[_STEP_RATIO] / kept,
-            metrics.RATIO_MAX: maxima[_MAX_STEP_RATIO],
-            metrics.RATIO_MIN: -maxima[_MIN_STEP_RATIO],
+            metrics.IMPORTANCE_WEIGHT_MEAN: weight / kept,
+            metrics.CLIP_FRACTION: clipped / kept,
+            metrics.RATIO_MEAN: step_ratio / kept,
+            metrics.RATIO_MAX: max_step_ratio,
+            metrics.RATIO_MIN: -min_step_ratio,
         }
     return {name + suffix: value for name, value in figures.items()}

@@ -18,8 +18,6 @@ from raypost.trainer.algorithm.corrections import Correction
 from raypost.trainer.algorithm.losses import LossTerms, LossTokens, ValueTerms
 from raypost.trainer.algorithm.mismatch import LagSums
 
-_LOSS, _POLICY, _KL_LOSS, _TOKENS, _ENTROPY, _KEPT, _KL, _SFT, _SFT_TOKENS = range(9)
-
 
 class PolicyStatistics:
     """The policy's statistics: sums and extremes over the tokens that this rank computed."""
@@ -27,6 +25,7 @@ class PolicyStatistics:
     def __init__(self) -> None:
         """Begin with no tokens."""
         self._sums = np.zeros(9)
+        """loss, policy loss, KL loss, tokens, entropy, kept tokens, KL, supervised loss and tokens."""
         self._lags = LagSums.zero()
 
     def add(
@@ -67,20 +66,16 @@ class PolicyStatistics:
 
     def add_sft(self, logprobs_T: Tensor, loss: Tensor) -> None:
         """Add a micro-batch of supervised examples; `loss`: what it adds to the loss."""
-        self._sums[_LOSS] += loss.item()
-        self._sums[_SFT] -= logprobs_T.detach().double().sum().item()
-        self._sums[_SFT_TOKENS] += len(logprobs_T)
+        cross_entropy = -logprobs_T.detach().double().sum().item()
+        self._sums += (loss.item(), 0, 0, 0, 0, 0, 0, cross_entropy, len(logprobs_T))
 
-    def reduced(self, device: torch.device) -> PolicyStatistics:
-        """Return the statistics over all ranks. A collective."""
-        total, shape = PolicyStatistics(), self._lags.sums.shape
-        sums = np.concatenate([self._sums, self._lags.sums.ravel()])
-        sums = _all_reduce(sums, dist.ReduceOp.SUM, device)
-        maxima = _all_reduce(self._lags.maxima.ravel(), dist.ReduceOp.MAX, device)
-        total._sums = sums[: len(self._sums)]
-        rest = sums[len(self._sums) :]
-        total._lags = LagSums(rest.reshape(shape), maxima.reshape(self._lags.maxima.shape))
-        return total
+    def reduce(self, device: torch.device) -> None:
+        """Add up the statistics of all ranks, on each. A collective."""
+        self._sums = _all_reduce(self._sums, dist.ReduceOp.SUM, device)
+        self._lags = LagSums(
+            _all_reduce(self._lags.sums, dist.ReduceOp.SUM, device),
+            _all_reduce(self._lags.maxima, dist.ReduceOp.MAX, device),
+        )
 
     def metrics(self, num_minibatches: int) -> dict[str, float]:
         """Return the figures that exist: losses are means over minibatches, others over tokens (LagSums.metrics).
@@ -89,21 +84,19 @@ class PolicyStatistics:
         sft_loss: cross entropy of the supervised tokens, of which there were sft_tokens, in nats a token and without
         its coefficient; absent without examples.
         """
-        figures = {metrics.LOSS: self._sums[_LOSS] / num_minibatches}
-        if self._sums[_TOKENS]:
-            figures[metrics.POLICY_LOSS] = self._sums[_POLICY] / num_minibatches
-            figures[metrics.ENTROPY] = self._sums[_ENTROPY] / self._sums[_TOKENS]
-        if self._sums[_KL]:
-            figures[metrics.REFERENCE_KL] = self._sums[_KL] / self._sums[_KEPT]
-            figures[metrics.KL_LOSS] = self._sums[_KL_LOSS] / num_minibatches
-        if self._sums[_SFT_TOKENS]:
-            figures[metrics.SFT_LOSS] = self._sums[_SFT] / self._sums[_SFT_TOKENS]
-            figures[metrics.SFT_TOKENS] = self._sums[_SFT_TOKENS]
+        loss, policy, kl_loss, tokens, entropy, kept, kl, sft, sft_tokens = self._sums
+        figures: dict[str, float] = {metrics.LOSS: loss / num_minibatches}
+        if tokens:
+            figures[metrics.POLICY_LOSS] = policy / num_minibatches
+            figures[metrics.ENTROPY] = entropy / tokens
+        if kl:
+            figures[metrics.REFERENCE_KL] = kl / kept
+            figures[metrics.KL_LOSS] = kl_loss / num_minibatches
+        if sft_tokens:
+            figures[metrics.SFT_LOSS] = sft / sft_tokens
+            figures[metrics.SFT_TOKENS] = sft_tokens
         figures |= self._lags.metrics()
         return {name: float(value) for name, value in figures.items() if math.isfinite(value)}
-
-
-_VALUE_LOSS, _COUNT, _VALUE_CLIPPED, _RETURN, _RETURN_SQUARE, _ERROR, _ERROR_SQUARE, _VALUE = range(8)
 
 
 class ValueStatistics:
@@ -112,6 +105,7 @@ class ValueStatistics:
     def __init__(self) -> None:
         """Begin with no tokens."""
         self._sums = np.zeros(8)
+        """loss, tokens, clipped ones, return, its square, error, its square, value."""
 
     def add(self, values_T: Tensor, returns_T: Tensor, terms: ValueTerms) -> None:
         """Add one micro-batch."""
@@ -124,27 +118,25 @@ class ValueStatistics:
             np.square(error).sum(), values.sum(),
         )  # fmt: skip
 
-    def reduced(self, device: torch.device) -> ValueStatistics:
-        """Return the statistics over all ranks. A collective."""
-        total = ValueStatistics()
-        total._sums = _all_reduce(self._sums, dist.ReduceOp.SUM, device)
-        return total
+    def reduce(self, device: torch.device) -> None:
+        """Add up the statistics of all ranks, on each. A collective."""
+        self._sums = _all_reduce(self._sums, dist.ReduceOp.SUM, device)
 
     def metrics(self, num_minibatches: int) -> dict[str, float]:
         """Return the figures of a step: value_loss, value_mean, return_mean, value_clip_fraction, explained_variance.
 
         explained_variance = 1 - Var(return - value) / Var(return); absent where all returns are equal.
         """
-        count = self._sums[_COUNT]
-        figures = {metrics.VALUE_LOSS: self._sums[_VALUE_LOSS] / num_minibatches}
+        loss, count, clipped, returns, return_square, error, error_square, value = self._sums
+        figures: dict[str, float] = {metrics.VALUE_LOSS: loss / num_minibatches}
         if count:
             figures |= {
-                metrics.VALUE_MEAN: self._sums[_VALUE] / count,
-                metrics.RETURN_MEAN: self._sums[_RETURN] / count,
-                metrics.VALUE_CLIP_FRACTION: self._sums[_VALUE_CLIPPED] / count,
+                metrics.VALUE_MEAN: value / count,
+                metrics.RETURN_MEAN: returns / count,
+                metrics.VALUE_CLIP_FRACTION: clipped / count,
             }
-            variance = self._sums[_RETURN_SQUARE] / count - (self._sums[_RETURN] / count) ** 2
-            rest = self._sums[_ERROR_SQUARE] / count - (self._sums[_ERROR] / count) ** 2
+            variance = return_square / count - (returns / count) ** 2
+            rest = error_square / count - (error / count) ** 2
             if variance > 1e-12:
                 figures[metrics.EXPLAINED_VARIANCE] = 1 - rest / variance
         return {name: float(value) for name, value in figures.items() if math.isfinite(value)}

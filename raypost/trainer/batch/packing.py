@@ -17,7 +17,6 @@ Axes: B rows, L positions of a row, T trained tokens, flat, sample after sample.
 
 from __future__ import annotations
 
-import heapq
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -25,7 +24,6 @@ from typing import Any, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from raypost.config import TrainConfig
 from raypost.trainer.batch.train_batch import Sample
 
 Number = TypeVar("Number", bound=np.generic)
@@ -53,11 +51,6 @@ class PackingRule:
     share_prompts: bool = True
     pair_cost: float = 0.0
     """Time of one pair of tokens in all attention layers, in times of one token in all other layers."""
-
-
-def packing_rule(train: TrainConfig, pair_cost: float) -> PackingRule:
-    """Return the rule that the configuration describes; `pair_cost`: of the model."""
-    return PackingRule(train.micro_batch_tokens, train.packing, train.share_prompts == "auto", pair_cost)
 
 
 @dataclass(frozen=True, slots=True)
@@ -197,13 +190,11 @@ def _assigned(
     units: Sequence[Unit], world_size: int, rule: PackingRule
 ) -> tuple[list[list[Unit]], list[float]]:
     costs = [unit.cost(rule) for unit in units]
-    heap = [(0.0, rank) for rank in range(world_size)]
     ranks: list[list[Unit]] = [[] for _ in range(world_size)]
     loads = [0.0] * world_size
     for i in sorted(range(len(units)), key=lambda i: (-costs[i], i)):
-        load, rank = heapq.heappop(heap)
-        loads[rank] = load + costs[i]
-        heapq.heappush(heap, (loads[rank], rank))
+        rank = loads.index(min(loads))
+        loads[rank] += costs[i]
         ranks[rank].append(units[i])
     return ranks, loads
 

@@ -8,13 +8,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
-import numpy as np
 import torch
+from torch import Tensor
 
-from raypost.trainer.model.head import Sampling
-from raypost.trainer.model.policy import DTYPES, Policy, load_model
+from raypost.trainer.model.policy import Policy, canary_logprobs, load_model
 from raypost.types import FloatArray, IntArray
-from raypost.weights.manifest import Bytes
 from raypost.weights.names import CheckpointNames, named_weights
 
 
@@ -25,21 +23,14 @@ class FolderModel:
         """Load the folder. `dtype`: of the weights, as in ModelConfig. Raises ConfigError if it cannot be published."""
         self._policy = Policy(load_model(str(folder), dtype).eval())
         self._names = CheckpointNames(self._policy.model)
-        self._dtype = DTYPES[dtype]
+        self._dtype = getattr(torch, dtype)
 
-    def weights(self) -> Iterator[tuple[str, Bytes, str, tuple[int, ...]]]:
-        """Yield (checkpoint name, flat bytes, dtype, shape) of every weight, tied ones once."""
+    def weights(self) -> Iterator[tuple[str, Tensor]]:
+        """Yield every weight under its checkpoint name, tied ones once."""
         for name, weight in named_weights(self._policy.model):
             for stored, part in self._names.stored(name, weight.detach()):
-                tensor = part.to(self._dtype) if part.is_floating_point() else part
-                flat = tensor.contiguous().reshape(-1).view(torch.uint8).numpy()
-                yield stored, flat, str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape)
+                yield stored, part.to(self._dtype) if part.is_floating_point() else part
 
-    @torch.no_grad()
     def canary_logprobs(self, token_ids: IntArray) -> FloatArray:
         """Return the logprob of every token but the first, given those before it, at temperature 1."""
-        ids = torch.from_numpy(np.asarray(token_ids, np.int64))
-        ones = Sampling(torch.ones(len(ids) - 1))
-        logprobs_T, _ = self._policy(ids[None, :-1], torch.arange(len(ids) - 1), ids[1:], ones)
-        result: FloatArray = logprobs_T.float().numpy()
-        return result
+        return canary_logprobs(self._policy, token_ids, torch.device("cpu"))

@@ -6,10 +6,10 @@ an adapted model are those of the plain one plus what the adapters add. Knows no
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TypeAlias
+from functools import partial
 
 from peft import LoraConfig as PeftConfig
 from peft import inject_adapter_in_model
@@ -22,50 +22,24 @@ from raypost.config import LoraConfig
 from raypost.errors import ConfigError
 from raypost.weights.low_rank import merged
 from raypost.weights.manifest import DOWN, UP
+from raypost.weights.names import named_weights
 
 _NAME = "default"
 _BASE = ".base_layer."
 
 
 @dataclass(frozen=True, slots=True)
-class MergedWeight:
-    """A matrix and the adapter's two factors: base + scale * up @ down."""
+class Weight:
+    """A weight of the plain model, computed from tensors of the adapted one."""
 
-    base: Tensor
-    down: Tensor
-    up: Tensor
-    scale: float
-    transposed: bool = False
-    """Whether the layer stores its matrix the other way round than the factors are."""
-
-    @property
-    def parts(self) -> tuple[Tensor, ...]:
-        """What must be in memory before `value` is asked for."""
-        return self.base, self.down, self.up
+    parts: tuple[Tensor, ...]
+    """What must be in memory, whole, before `value` is asked for."""
+    compute: Callable[..., Tensor] = Tensor.detach
+    """Of the parts."""
 
     def value(self) -> Tensor:
-        """Compute the merged matrix, of the base's type, in float32."""
-        down, up = (self.up.t(), self.down.t()) if self.transposed else (self.down, self.up)
-        return merged(self.base, down, up, self.scale)
-
-
-@dataclass(frozen=True, slots=True)
-class Transposed:
-    """A factor that is read the other way round."""
-
-    factor: Tensor
-
-    @property
-    def parts(self) -> tuple[Tensor, ...]:
-        """What must be in memory before `value` is asked for."""
-        return (self.factor,)
-
-    def value(self) -> Tensor:
-        """Return the transposed factor."""
-        return self.factor.detach().t()
-
-
-Weight: TypeAlias = Tensor | MergedWeight | Transposed
+        """Return the weight, without gradient."""
+        return self.compute(*self.parts)
 
 
 def add_adapters(model: PreTrainedModel, config: LoraConfig) -> None:
@@ -104,18 +78,19 @@ def without_adapters(model: nn.Module) -> Iterator[None]:
             layer.enable_adapters(True)
 
 
-def merged_weights(
-    weights: Iterator[tuple[str, Tensor]], model: nn.Module
-) -> Iterator[tuple[str, Tensor | MergedWeight]]:
-    """Yield the weights of an adapted model under the plain model's names, adapters merged."""
-    layers = dict(_layers(model))
-    for name, tensor in base_weights(weights):
-        layer = layers.get(name.removesuffix(".weight")) if name.endswith(".weight") else None
-        if layer is None:
-            yield name, tensor
-        else:
-            down, up = _factors(layer)
-            yield name, MergedWeight(tensor, down, up, layer.scaling[_NAME], _is_transposed(layer))
+def merged_weights(model: nn.Module) -> Iterator[tuple[str, Weight]]:
+    """Yield the weights of a model under the plain model's names, adapters, if it has any, merged."""
+    layers = {f"{name}.weight": layer for name, layer in _layers(model)}
+    for name, weight in base_weights(model):
+        if layer := layers.get(name):
+            compute = partial(_merged, scale=layer.scaling[_NAME], transposed=_is_transposed(layer))
+            weight = Weight((*weight.parts, *_factors(layer)), compute)
+        yield name, weight
+
+
+def _merged(base: Tensor, down: Tensor, up: Tensor, *, scale: float, transposed: bool) -> Tensor:
+    """As low_rank.merged; `transposed`: the layer stores its matrix the other way round than the factors are."""
+    return merged(base, up.t(), down.t(), scale) if transposed else merged(base, down, up, scale)
 
 
 def adapter_scales(model: nn.Module) -> dict[str, float]:
@@ -126,20 +101,18 @@ def adapter_scales(model: nn.Module) -> dict[str, float]:
 def adapter_factors(model: nn.Module) -> Iterator[tuple[str, Weight]]:
     """Yield both factors of each adapted matrix, named after it with DOWN and UP: matrix + scale * up @ down."""
     for name, layer in _layers(model):
-        down, up = _factors(layer)
+        down, up = (Weight((factor,)) for factor in _factors(layer))
         if _is_transposed(layer):
-            yield f"{name}.weight{DOWN}", Transposed(up)
-            yield f"{name}.weight{UP}", Transposed(down)
-        else:
-            yield f"{name}.weight{DOWN}", down
-            yield f"{name}.weight{UP}", up
+            down, up = (Weight(factor.parts, lambda one: one.detach().t()) for factor in (up, down))
+        yield f"{name}.weight{DOWN}", down
+        yield f"{name}.weight{UP}", up
 
 
-def base_weights(weights: Iterator[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
-    """Yield the weights of an adapted model under the plain model's names, without what the adapters add."""
-    for name, tensor in weights:
+def base_weights(model: nn.Module) -> Iterator[tuple[str, Weight]]:
+    """Yield the weights of a model under the plain model's names, without what adapters add."""
+    for name, tensor in named_weights(model):
         if ".lora_" not in name:
-            yield name.replace(_BASE, "."), tensor
+            yield name.replace(_BASE, "."), Weight((tensor,))
 
 
 def _layers(model: nn.Module) -> Iterator[tuple[str, LoraLayer]]:

@@ -9,10 +9,11 @@ Axes: B sequences, L positions, T chosen tokens, V vocabulary, H hidden.
 from __future__ import annotations
 
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig, PreTrainedModel
@@ -23,8 +24,7 @@ from raypost.errors import ConfigError
 from raypost.trainer.batch.packing import Segment
 from raypost.trainer.model.attention import ATTENTION, positions_of, row_attention
 from raypost.trainer.model.head import ChunkedHead, LogitRule, Sampling, sampled_logprobs
-
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+from raypost.types import FloatArray, IntArray
 
 
 def load_model(model_path: str, dtype: str, gradient_checkpointing: bool = False) -> PreTrainedModel:
@@ -37,7 +37,10 @@ def load_model(model_path: str, dtype: str, gradient_checkpointing: bool = False
     # PyTorch's fused attention would leave out what these models do to their scores, in silence.
     capped = getattr(config.get_text_config(), "attn_logit_softcapping", None)
     model = AutoModelForCausalLM.from_pretrained(
-        model_path, config=config, dtype=DTYPES[dtype], attn_implementation="eager" if capped else None
+        model_path,
+        config=config,
+        dtype=getattr(torch, dtype),
+        attn_implementation="eager" if capped else None,
     )
     if gradient_checkpointing:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
@@ -61,6 +64,21 @@ def save_model(model: PreTrainedModel, weights: Mapping[str, Tensor], source: Pa
     if settings.is_file():
         shutil.copyfile(settings, target / GENERATION_CONFIG_NAME)
     AutoTokenizer.from_pretrained(source).save_pretrained(target)
+
+
+@torch.no_grad()
+def canary_logprobs(
+    forward: Callable[..., tuple[Tensor, Tensor]], token_ids: IntArray, device: torch.device
+) -> FloatArray:
+    """Return the logprob of every token but the first, given those before it, at temperature 1.
+
+    `forward`: a Policy, or what wraps it.
+    """
+    ids = torch.from_numpy(np.asarray(token_ids, np.int64)).to(device)
+    ones = Sampling(torch.ones(len(ids) - 1, device=device))
+    logprobs_T, _ = forward(ids[None, :-1], torch.arange(len(ids) - 1, device=device), ids[1:], ones)
+    result: FloatArray = logprobs_T.float().cpu().numpy()
+    return result
 
 
 def pair_cost(model: PreTrainedModel) -> float:
