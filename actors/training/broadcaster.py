@@ -65,7 +65,8 @@ class WeightBroadcaster:
         with self._spans.span("sync"):
             manifest, buckets = await self._trainer.publish(version)
             published = time.time()
-            expected = await self._expected_canary()
+            verified = self._sync.canary_tolerance is not None
+            expected = await self._trainer.canary(self._canary_ids) if verified else None
             if self._offload:
                 await self._trainer.offload()
             reports = await self._controller.load_weights(manifest, buckets)
@@ -84,9 +85,6 @@ class WeightBroadcaster:
             canary_difference=difference,
         )
         return self._last
-
-    async def _expected_canary(self) -> FloatArray | None:
-        return None if self._sync.canary_tolerance is None else await self._trainer.canary(self._canary_ids)
 
     async def _check_canary(self, version: int, expected: FloatArray | None) -> float:
         tolerance = self._sync.canary_tolerance

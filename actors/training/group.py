@@ -268,7 +268,7 @@ class TrainerGroup:
         The first failure is raised at once: the other ranks may be waiting for the failed one. Raises
         WaitTimeoutError naming the ranks that are late.
         """
-        calls = [asyncio.ensure_future(_answer(ref)) for ref in refs]
+        calls = [asyncio.ensure_future(ref) for ref in refs]
         try:
             done, late = await asyncio.wait(calls, timeout=timeout_s, return_when=asyncio.FIRST_EXCEPTION)
             for call in done:
@@ -284,10 +284,6 @@ class TrainerGroup:
 
 _CRITIC = "critic"
 """Folder of the critic's state inside the policy's."""
-
-
-async def _answer(ref: ray.ObjectRef) -> Any:
-    return await ref
 
 
 async def _nothing() -> None:

@@ -14,7 +14,7 @@ Invariants: all ranks make the same calls in the same order; outside `in_place` 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -41,18 +41,14 @@ class WeightAverage:
         self._engine = engine
         self._decay = decay
         self._rank = rank
-        self._parts = [part.detach().clone() for part in engine.optimized_weights()]
+        self.parts = [part.detach().clone() for part in engine.optimized_weights()]
+        """What it keeps on this rank."""
 
     @torch.no_grad()
     def update(self) -> None:
         """Move towards the weights as they are now."""
-        for mine, now in zip(self._parts, self._engine.optimized_weights(), strict=True):
+        for mine, now in zip(self.parts, self._engine.optimized_weights(), strict=True):
             mine.lerp_(now.detach().to(mine.device), 1 - self._decay)
-
-    @property
-    def parts(self) -> Sequence[Tensor]:
-        """What it keeps on this rank."""
-        return self._parts
 
     @contextmanager
     def in_place(self) -> Iterator[None]:
@@ -65,7 +61,7 @@ class WeightAverage:
 
     @torch.no_grad()
     def _swap(self) -> None:
-        for mine, now in zip(self._parts, self._engine.optimized_weights(), strict=True):
+        for mine, now in zip(self.parts, self._engine.optimized_weights(), strict=True):
             kept = now.detach().clone()
             now.data.copy_(mine)
             mine.copy_(kept)

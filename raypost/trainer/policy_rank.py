@@ -88,8 +88,8 @@ class PolicyRank(Rank[PolicyInputs, Outputs]):
         self._names = CheckpointNames(model)
         if self._train.lora is not None:
             add_adapters(model, self._train.lora)
-        self._policy = Policy(model, self._train.logits_mb * 2**20)
-        self._policy.set_entropy_gradient(self._train.loss.entropy_coefficient != 0)
+        entropy_gradient = self._train.loss.entropy_coefficient != 0
+        self._policy = Policy(model, self._train.logits_mb * 2**20, entropy_gradient)
         return self._policy
 
     def _frozen_reference(self) -> FrozenModel[Outputs]:

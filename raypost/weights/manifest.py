@@ -15,14 +15,13 @@ order in which they were given; a bucket exceeds `bucket_bytes` only when a sing
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
-from typing import Any
+from dataclasses import dataclass, replace
 
 import numpy as np
 import xxhash
 from numpy.typing import NDArray
+from pydantic import TypeAdapter
 
 from raypost.errors import WeightError
 
@@ -94,21 +93,12 @@ class Manifest:
 
     def encoded(self) -> str:
         """Return it as text, for a process that is reached by text only."""
-        return json.dumps(asdict(self))
+        return TypeAdapter(Manifest).dump_json(self).decode()
 
     @classmethod
     def decoded(cls, text: str) -> Manifest:
         """Return the manifest that `encoded` wrote."""
-        fields = json.loads(text)
-        tensors = tuple(_entry(entry) for entry in fields.pop("tensors"))
-        sizes = tuple(fields.pop("bucket_sizes"))
-        return cls(tensors=tensors, bucket_sizes=sizes, **fields)
-
-
-def _entry(fields: dict[str, Any]) -> TensorEntry:
-    added = fields.pop("added")
-    low_rank = added and LowRank(_entry(added["down"]), _entry(added["up"]), added["scale"])
-    return TensorEntry(**fields | {"shape": tuple(fields["shape"])}, added=low_rank)
+        return TypeAdapter(cls).validate_json(text)
 
 
 def digest_bytes(data: Bytes) -> str:

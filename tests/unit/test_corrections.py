@@ -17,7 +17,6 @@ from raypost.trainer.algorithm.corrections import (
     Correction,
     correct,
     inside,
-    interpolation,
     level_ratios,
     proximal_logprobs,
 )
@@ -136,19 +135,11 @@ def test_levels_need_no_order_and_a_sequence_without_tokens_harms_nothing() -> N
 # ---------------------------------------------------------------- the proximal policy
 
 
-def test_interpolation_lies_between_the_versions() -> None:
-    # version 3, current 6, proximal 5.
-    assert interpolation(torch.tensor([3.0]), 5, 6).item() == pytest.approx(2 / 3)
-    # Of the current version, of a later one, of the proximal one: no division by 0, and within [0, 1].
-    assert interpolation(torch.tensor([6.0, 7.0, 5.0]), 5, 6).tolist() == [0.0, 0.0, 0.0]
-    assert interpolation(torch.tensor([3.0]), 9, 6).item() == 1.0
-    assert interpolation(torch.tensor([3.0, 5.0]).double(), 2, 6).tolist() == [0.0, 0.0]
-
-
 def test_interpolated_logprobs_mix_versions_of_one_batch_by_their_staleness() -> None:
-    current, rollout = torch.tensor([-1.0, -1.0, -1.0]).double(), torch.tensor([-2.0, -2.0, -2.0]).double()
-    got = proximal_logprobs("interpolate", current.requires_grad_(), rollout, torch.tensor([0, 1, 2]))
-    assert got.tolist() == pytest.approx([-2.0, -1.5, -2 + 2 / 3]) and not got.requires_grad
+    current, rollout = torch.full((5,), -1.0).double(), torch.full((5,), -2.0).double()
+    # Of versions 0, 1 and 2 before the proximal one, of the current one and of a later one: no division by 0.
+    got = proximal_logprobs("interpolate", current.requires_grad_(), rollout, torch.tensor([0, 1, 2, -1, -2]))
+    assert got.tolist() == pytest.approx([-2.0, -1.5, -2 + 2 / 3, -2.0, -2.0]) and not got.requires_grad
 
 
 def test_recomputed_and_coupled_proximal_logprobs() -> None:

@@ -210,8 +210,7 @@ def test_positions_go_on_from_the_prompt() -> None:
 def test_logits_in_chunks_equal_logits_as_a_whole(name: str, rows: int) -> None:
     batch = make_samples()
     model = make_model(name)
-    policy = Policy(model, max_logit_bytes=4 * VOCAB * rows)
-    policy.set_entropy_gradient(True)
+    policy = Policy(model, max_logit_bytes=4 * VOCAB * rows, entropy_gradient=True)
     chunked = gradients(policy, batch, PackingRule(400, packed=False), with_entropy=True)
     policy.chunked = False
     assert_equal(chunked, gradients(policy, batch, PackingRule(400, packed=False), with_entropy=True))

@@ -14,7 +14,7 @@ trajectories, one after the other; T those of one member.
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import pairwise
 from typing import get_args
@@ -105,7 +105,7 @@ class Advantages:
     """What `compute_advantages` gives, float64."""
 
     advantages_M: Floats
-    returns_M: Floats | None
+    returns_M: Floats | None = None
     """What the critic should have said, before whitening; None without a critic."""
 
 
@@ -118,11 +118,10 @@ def compute_advantages(scored: Scored, config: AdvantageConfig) -> Advantages:
     tokens of the batch are brought to mean 0 and deviation 1. Raises ValueError naming the group if one is too small,
     if gae has no values, or if a function given by import path returns something else.
     """
-    estimate = ADVANTAGES.get(config.kind, _by_import_path)
-    advantages_M, returns_M = estimate(scored, config)
+    result = ADVANTAGES.get(config.kind, _by_import_path)(scored, config)
     if config.whitens:
-        advantages_M = whitened(advantages_M, config.std_eps)
-    return Advantages(advantages_M, returns_M)
+        return replace(result, advantages_M=whitened(result.advantages_M, config.std_eps))
+    return result
 
 
 def whitened(values: Floats, eps: float = STD_EPS) -> Floats:
@@ -147,17 +146,12 @@ def gae(
     if rewards.shape != values.shape:
         raise ValueError(f"{rewards.shape} rewards, but {values.shape} values")
     deltas = rewards + discount * np.append(values[1:], bootstrap) - values
-    advantages = _sums_from_here(deltas, discount * gae_lambda)
-    return advantages, advantages + values
-
-
-def _sums_from_here(terms_T: Floats, factor: float) -> Floats:
-    """s_t = x_t + factor * s_(t+1)."""
     sums, after = [], 0.0
-    for term in reversed(terms_T.tolist()):
-        after = term + factor * after
+    for delta in reversed(deltas.tolist()):
+        after = delta + discount * gae_lambda * after
         sums.append(after)
-    return np.asarray(sums[::-1], np.float64)
+    advantages = np.asarray(sums[::-1], np.float64)
+    return advantages, advantages + values
 
 
 # ---------------------------------------------------------------- members
@@ -175,7 +169,7 @@ def _members(scored: Scored) -> list[list[NDArray[np.int64]]]:
     return groups
 
 
-def _compared(estimate: GroupEstimator, scored: Scored, config: AdvantageConfig) -> Result:
+def _compared(estimate: GroupEstimator, scored: Scored, config: AdvantageConfig) -> Advantages:
     token_sums_N = _token_sums(scored)
     advantages_N = np.empty(len(scored.rewards_N))
     for g, members in enumerate(_members(scored)):
@@ -192,15 +186,20 @@ def _compared(estimate: GroupEstimator, scored: Scored, config: AdvantageConfig)
             raise ValueError(f"{scored.group_name(g)}: {error}") from error
         for one, value in zip(members, values_G, strict=True):
             advantages_N[one] = value
-    return np.repeat(advantages_N, scored.lengths_N), None
+    return Advantages(np.repeat(advantages_N, scored.lengths_N))
 
 
-def _chained(scored: Scored, config: AdvantageConfig) -> Result:
-    values_M = scored.values_M
-    if config.kind == "gae" and values_M is None:
-        raise ValueError("advantage 'gae' needs the critic's values, but there are none: compute them first")
+def _chained(scored: Scored, config: AdvantageConfig) -> Advantages:
     ends_N = np.cumsum(scored.lengths_N)
     rewards_M = np.zeros(int(ends_N[-1]) if len(ends_N) else 0)
+    # A critic that always says 0 leaves the discounted sum of the rewards.
+    values_M, bootstrap_N, gae_lambda = np.zeros_like(rewards_M), None, 1.0
+    if config.kind == "gae":
+        if scored.values_M is None:
+            raise ValueError(
+                "advantage 'gae' needs the critic's values, but there are none: compute them first"
+            )
+        values_M, bootstrap_N, gae_lambda = scored.values_M, scored.bootstrap_N, config.gae_lambda
     if scored.token_rewards_M is not None:
         rewards_M += scored.token_rewards_M
     advantages_M, returns_M = np.empty_like(rewards_M), np.empty_like(rewards_M)
@@ -210,14 +209,11 @@ def _chained(scored: Scored, config: AdvantageConfig) -> Result:
         else:
             rewards_M[ends_N[one[-1]] - 1] += member_reward(scored.rewards_N[one], config.session_reward)
         tokens = np.concatenate([np.arange(ends_N[n] - scored.lengths_N[n], ends_N[n]) for n in one])
-        if config.kind == "gae" and values_M is not None:
-            last = 0.0 if scored.bootstrap_N is None else float(scored.bootstrap_N[one[-1]])
-            advantages_M[tokens], returns_M[tokens] = gae(
-                rewards_M[tokens], values_M[tokens], last, config.discount, config.gae_lambda
-            )
-        else:
-            advantages_M[tokens] = _sums_from_here(rewards_M[tokens], config.discount)
-    return advantages_M, returns_M if config.kind == "gae" else None
+        last = 0.0 if bootstrap_N is None else float(bootstrap_N[one[-1]])
+        advantages_M[tokens], returns_M[tokens] = gae(
+            rewards_M[tokens], values_M[tokens], last, config.discount, gae_lambda
+        )
+    return Advantages(advantages_M, returns_M if config.kind == "gae" else None)
 
 
 def _token_sums(scored: Scored) -> Floats:
@@ -228,7 +224,7 @@ def _token_sums(scored: Scored) -> Floats:
     return np.add.reduceat(np.asarray(scored.token_rewards_M, np.float64), starts_N)
 
 
-def _by_import_path(scored: Scored, config: AdvantageConfig) -> Result:
+def _by_import_path(scored: Scored, config: AdvantageConfig) -> Advantages:
     function = load_function(config.kind, "train.advantage.kind")
     values = np.asarray(function(scored, config), np.float64)
     n, m = len(scored.rewards_N), int(np.sum(scored.lengths_N))
@@ -237,31 +233,26 @@ def _by_import_path(scored: Scored, config: AdvantageConfig) -> Result:
             f"advantage {config.kind!r} must return {n} (trajectories) or {m} (tokens) finite numbers, got shape "
             f"{values.shape}, {np.count_nonzero(~np.isfinite(values))} not finite"
         )
-    return values if len(values) == m else np.repeat(values, scored.lengths_N), None
+    return Advantages(values if len(values) == m else np.repeat(values, scored.lengths_N))
 
 
 GroupEstimator = Callable[[Floats, Floats, AdvantageConfig], Floats]
 """rewards_G, lengths_G, config -> advantages_G."""
-Result = tuple[Floats, Floats | None]
-"""advantages_M and, of a critic's, returns_M."""
 
-
-def _members_compared(estimate: GroupEstimator) -> Callable[[Scored, AdvantageConfig], Result]:
-    return partial(_compared, estimate)
-
-
-ADVANTAGES: dict[str, Callable[[Scored, AdvantageConfig], Result]] = {
-    "grpo": _members_compared(lambda rewards_G, _, config: grpo(rewards_G, config.std_eps)),
-    "dr_grpo": _members_compared(lambda rewards_G, *_: dr_grpo(rewards_G)),
-    "rloo": _members_compared(lambda rewards_G, *_: rloo(rewards_G)),
-    "opo": _members_compared(lambda rewards_G, lengths_G, _: opo(rewards_G, lengths_G)),
-    "pass_at_k": _members_compared(
-        lambda rewards_G, _, config: pass_at_k(rewards_G, config.k, config.std_eps)
-    ),
-    "mc": _members_compared(lambda rewards_G, _, config: mc(rewards_G, config.std_eps)),
-    "reinforce_pp": _chained,
+_COMPARED: dict[str, GroupEstimator] = {
+    "grpo": lambda rewards_G, _, config: grpo(rewards_G, config.std_eps),
+    "dr_grpo": lambda rewards_G, *_: dr_grpo(rewards_G),
+    "rloo": lambda rewards_G, *_: rloo(rewards_G),
+    "opo": lambda rewards_G, lengths_G, _: opo(rewards_G, lengths_G),
+    "pass_at_k": lambda rewards_G, _, config: pass_at_k(rewards_G, config.k, config.std_eps),
+    "mc": lambda rewards_G, _, config: mc(rewards_G, config.std_eps),
     # Whitened over the batch afterwards.
-    "reinforce_pp_baseline": _members_compared(lambda rewards_G, *_: dr_grpo(rewards_G)),
+    "reinforce_pp_baseline": lambda rewards_G, *_: dr_grpo(rewards_G),
+}
+
+ADVANTAGES: dict[str, Callable[[Scored, AdvantageConfig], Advantages]] = {
+    **{kind: partial(_compared, estimate) for kind, estimate in _COMPARED.items()},
+    "reinforce_pp": _chained,
     "gae": _chained,
 }
 """By the names that raypost.config.AdvantageKind lists."""

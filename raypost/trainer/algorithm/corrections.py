@@ -50,8 +50,9 @@ def proximal_logprobs(
 
     recompute: `before_T`, the trainer's before the step's first update (decoupled PPO, arXiv 2110.00641); without
     it the current ones, which are the same in a step of one update. rollout: the engine's own (coupled PPO).
-    interpolate: log-linearly between the rollout's and the current ones by `interpolation`, which costs no forward
-    pass (arXiv 2512.06547). Raises ValueError for another kind.
+    interpolate: log-linearly between the rollout's and the current ones, by how far the proximal version lies between
+    theirs, staleness / (staleness + 1), which costs no forward pass (arXiv 2512.06547). Raises ValueError for another
+    kind.
     """
     if kind == "rollout":
         return rollout_T
@@ -60,21 +61,9 @@ def proximal_logprobs(
         return current_T if before_T is None else before_T.detach()
     if kind != "interpolate":
         raise ValueError(f"unknown proximal policy {kind!r}; there are recompute, interpolate, rollout")
-    versions_T = -staleness_T.to(torch.float64)
-    alpha_T = interpolation(versions_T, 0, 1).to(current_T.dtype)
+    behind_T = staleness_T.to(torch.float64).clamp(min=0)
+    alpha_T = (behind_T / (behind_T + 1)).to(current_T.dtype)
     return rollout_T + alpha_T * (current_T - rollout_T)
-
-
-def interpolation(versions_T: Tensor, proximal: int, current: int) -> Tensor:
-    """Return how far the proximal version lies from each token's towards the current one: alpha_T in [0, 1].
-
-    (proximal - version) / (current - version); 0 for a token of the current version or a later one. In a train step,
-    `current` is the version being made and `proximal` the one before, so alpha = staleness / (staleness + 1): a
-    token of the proximal policy has alpha 0, an old one approaches 1.
-    """
-    distance_T = current - versions_T
-    alpha_T = (proximal - versions_T) / torch.where(distance_T > 0, distance_T, 1)
-    return torch.where(distance_T > 0, alpha_T, 0).clamp(0, 1)
 
 
 @torch.no_grad()

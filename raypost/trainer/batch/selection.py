@@ -6,7 +6,7 @@ Pure functions over NumPy arrays. Axis: C candidates of one group.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from itertools import combinations, islice
+from itertools import combinations
 from math import comb
 
 import numpy as np
@@ -69,7 +69,7 @@ def _balanced(returns: NDArray[np.float64], size: int, middle: float, max_exact:
     count = len(returns)
     if comb(count, size) <= max_exact:
         return list(min(combinations(range(count), size), key=badness))
-    chosen = list(next(islice(combinations(range(count), size), 1)))
+    chosen = list(range(size))
     best = badness(chosen)
     while True:
         others = [i for i in range(count) if i not in chosen]

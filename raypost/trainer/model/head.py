@@ -83,14 +83,19 @@ class ChunkedHead(nn.Module):
     backward pass computes nothing again.
     """
 
-    def __init__(self, head: nn.Linear, rule: LogitRule, max_bytes: int) -> None:
-        """Share the weights of `head`; make at most `max_bytes` of logits at a time."""
+    def __init__(
+        self, head: nn.Linear, rule: LogitRule, max_bytes: int, entropy_gradient: bool = False
+    ) -> None:
+        """Share the weights of `head`; make at most `max_bytes` of logits at a time.
+
+        `entropy_gradient`: the entropy has a gradient, which takes a little more memory.
+        """
         super().__init__()
         self.weight = head.weight
         self.bias = head.bias
-        self.entropy_gradient = False
         self._rule = rule
         self._chunk = max(1, max_bytes // (4 * head.out_features))
+        self._entropy_gradient = entropy_gradient
 
     def forward(self, hidden_TH: Tensor, targets_T: Tensor, sampling: Sampling) -> tuple[Tensor, Tensor]:
         """Return logprobs_T and entropy_T, float32 or wider."""
@@ -115,4 +120,4 @@ class ChunkedHead(nn.Module):
 
     def _logprobs(self, hidden_CH: Tensor, targets_C: Tensor, sampling: Sampling) -> tuple[Tensor, Tensor]:
         logits_CV = self._rule(linear(hidden_CH, self.weight, self.bias))
-        return sampled_logprobs(logits_CV, targets_C, sampling, self.entropy_gradient)
+        return sampled_logprobs(logits_CV, targets_C, sampling, self._entropy_gradient)

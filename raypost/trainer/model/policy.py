@@ -133,8 +133,13 @@ class Policy(_Model):
     afterwards stays in force.
     """
 
-    def __init__(self, model: PreTrainedModel, max_logit_bytes: int = 2**28) -> None:
-        """Take over a causal LM; its head makes at most `max_logit_bytes` of logits at a time."""
+    def __init__(
+        self, model: PreTrainedModel, max_logit_bytes: int = 2**28, entropy_gradient: bool = False
+    ) -> None:
+        """Take over a causal LM; its head makes at most `max_logit_bytes` of logits at a time.
+
+        `entropy_gradient`: the entropy has a gradient, which takes a little more memory.
+        """
         head = model.get_output_embeddings()
         if head is None:
             raise ConfigError(f"{type(model).__name__} has no output head: use a causal language model")
@@ -142,15 +147,10 @@ class Policy(_Model):
         self.chunked = isinstance(head, nn.Linear)
         self._index_T: Tensor | None = None
         head.register_forward_pre_hook(self._pick_rows)
-        self._entropy_gradient = False
+        self._entropy_gradient = entropy_gradient
         if self.chunked:
-            self.head = ChunkedHead(head, LogitRule.of(model.config.get_text_config()), max_logit_bytes)
-
-    def set_entropy_gradient(self, wanted: bool) -> None:
-        """Set whether the entropy has a gradient, which takes a little more memory."""
-        self._entropy_gradient = wanted
-        if self.chunked:
-            self.head.entropy_gradient = wanted
+            rule = LogitRule.of(model.config.get_text_config())
+            self.head = ChunkedHead(head, rule, max_logit_bytes, entropy_gradient)
 
     def _pick_rows(self, _: nn.Module, args: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         if self._index_T is None:

@@ -46,12 +46,12 @@ def check_packing(forward: Forward, model: Policy | Critic, max_length: int) -> 
     foreign = set(getattr(config, "layer_types", None) or ()) - _LAYERS
     if foreign:
         raise _refused(name, f"it has layers of type {', '.join(sorted(foreign))}")
-    sequences, segments, row_L, index_T = _row(config.vocab_size, _window(config, max_length))
+    segments, row_L, places = _row(config.vocab_size, _window(config, max_length))
     with _quiet(model):
-        parts = [_values(forward, model, ids, np.arange(len(ids)), None) for ids in sequences]
+        parts = [_values(forward, model, row_L[place], np.arange(len(place)), None) for place in places]
         try:
             model.set_packed(True)
-            got_T = _values(forward, model, row_L, index_T, segments)
+            got_T = _values(forward, model, row_L, np.concatenate(places), segments)
         except (TypeError, ValueError) as error:
             model.set_packed(False)
             raise _refused(name, str(error)) from error
@@ -94,24 +94,27 @@ def _tokens(vocabulary: int, length: int, seed: int = 0) -> NDArray[np.int64]:
     return np.random.default_rng([seed, length]).integers(0, vocabulary, length)
 
 
-def _row(
-    vocabulary: int, longer: int
-) -> tuple[list[NDArray[np.int64]], list[Segment], NDArray[np.int64], NDArray[np.int64]]:
-    """Sequences, and one row of all: their segments, their tokens, and where each one's are in the row."""
-    alone = [_tokens(vocabulary, length) for length in (_OTHER, longer) if length]
-    prompt = _tokens(vocabulary, _PROMPT)
-    responses = [_tokens(vocabulary, length, seed=1) for length in _RESPONSES]
-    sequences = alone + [np.concatenate([prompt, response]) for response in responses]
-    pieces = [*alone, prompt, *responses]
-    starts = np.cumsum([0, *map(len, pieces)])
-    place = int(starts[len(alone)])
-    segments = [Segment(int(starts[i]), len(piece)) for i, piece in enumerate(pieces[: len(alone) + 1])]
-    index = [np.arange(s.start, s.start + s.length) for s in segments[:-1]]
-    for start, response in zip(starts[len(alone) + 1 :], responses, strict=False):
-        segments.append(Segment(int(start), len(response), place, _PROMPT))
-        own = np.arange(start, start + len(response))
-        index.append(np.concatenate([np.arange(place, place + _PROMPT), own]))
-    return sequences, segments, np.concatenate(pieces), np.concatenate(index)
+def _row(vocabulary: int, longer: int) -> tuple[list[Segment], NDArray[np.int64], list[NDArray[np.int64]]]:
+    """One row of all sequences: its segments, its tokens, and where those of each sequence are."""
+    pieces: list[NDArray[np.int64]] = []
+    segments: list[Segment] = []
+    places: list[NDArray[np.int64]] = []
+
+    def append(tokens: NDArray[np.int64], prompt: NDArray[np.int64] | None = None) -> NDArray[np.int64]:
+        start = sum(map(len, pieces))
+        shared = (0, 0) if prompt is None else (int(prompt[0]), len(prompt))
+        pieces.append(tokens)
+        segments.append(Segment(start, len(tokens), *shared))
+        return np.arange(start, start + len(tokens))
+
+    for length in (_OTHER, longer):
+        if length:
+            places.append(append(_tokens(vocabulary, length)))
+    prompt = append(_tokens(vocabulary, _PROMPT))
+    for length in _RESPONSES:
+        own = append(_tokens(vocabulary, length, seed=1), prompt)
+        places.append(np.concatenate([prompt, own]))
+    return segments, np.concatenate(pieces), places
 
 
 @torch.no_grad()
