@@ -15,7 +15,6 @@ import logging
 import os
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass, field
 from typing import Any
 
 import psutil
@@ -52,12 +51,14 @@ class Telemetry:
     ) -> None:
         """Start watching, inside a running event loop. `started_s`: when the run began, if before now."""
         self._writer = RunWriter(config.run_dir, config, started_s)
-        self._calls = [
-            _Call(name, method, handle)
+        self._methods = {
+            (name, method): getattr(handle, method)
             for name, handle in sources.items()
             for method in METHODS
             if hasattr(handle, method)
-        ]
+        }
+        self._asked: dict[tuple[str, str], asyncio.Task[Any]] = {}
+        """The calls that are open, at most one of each method of a source."""
         self._poll_s = poll_s
         self._deadline_s = deadline_s
         self._sample_s = sample_s
@@ -103,8 +104,8 @@ class Telemetry:
             await asyncio.gather(self._polling, return_exceptions=True)
             await self._poll()
             await self._sample()
-            for call in self._calls:
-                call.end()
+            for task in self._asked.values():
+                task.cancel()
             if counts is not None:
                 self._gauges.groups(counts)
             self._report = await asyncio.to_thread(self._writer.finish, status, error, counts)
@@ -124,21 +125,25 @@ class Telemetry:
 
     async def _poll(self) -> None:
         """Ask every source once; answers that come after the deadline are read by a later poll."""
-        pending = {call.start(): call for call in self._calls}
-        if pending:
-            await asyncio.wait(pending, timeout=self._deadline_s)
-        for task, call in pending.items():
+        for call in self._methods.keys() - self._asked.keys():
+            self._asked[call] = asyncio.create_task(self._ask(call), name=".".join(call))
+        if self._asked:
+            await asyncio.wait(self._asked.values(), timeout=self._deadline_s)
+        for call, task in list(self._asked.items()):
             if not task.done():
                 self._missed(call, f"no answer within {self._deadline_s:.0f} s")
                 continue
-            call.task = None
+            del self._asked[call]
             try:
-                self._take(call.method, task.result())
+                self._take(call[1], task.result())
             except RayError as error:
                 self._missed(call, type(error).__name__)
         if time.monotonic() - self._sampled_s >= self._sample_s:
             self._sampled_s = time.monotonic()
             await self._sample()
+
+    async def _ask(self, call: tuple[str, str]) -> Any:
+        return await self._methods[call].remote()
 
     async def _sample(self) -> None:
         """Look at the memory, and write down what a report needs if this process is killed now."""
@@ -170,36 +175,11 @@ class Telemetry:
         self._tokens_generated += new
         self._gauges.tokens(new, sum(worker.running for worker in stats))
 
-    def _missed(self, call: _Call, why: str) -> None:
-        if not self._unreachable[call.name]:
-            log.warning(
-                "%s.%s: %s; its next answer is waited for, the run goes on", call.name, call.method, why
-            )
-        self._unreachable[call.name] += 1
-
-
-@dataclass(slots=True)
-class _Call:
-    """One method of one source, with at most one call open."""
-
-    name: str
-    method: str
-    handle: ActorHandle
-    task: asyncio.Task[Any] | None = field(default=None)
-
-    def start(self) -> asyncio.Task[Any]:
-        """Return the open call, or a new one."""
-        if self.task is None:
-            self.task = asyncio.create_task(self._ask(), name=f"{self.name}.{self.method}")
-        return self.task
-
-    def end(self) -> None:
-        """Stop waiting for an answer."""
-        if self.task is not None:
-            self.task.cancel()
-
-    async def _ask(self) -> Any:
-        return await getattr(self.handle, self.method).remote()
+    def _missed(self, call: tuple[str, str], why: str) -> None:
+        name, method = call
+        if not self._unreachable[name]:
+            log.warning("%s.%s: %s; its next answer is waited for, the run goes on", name, method, why)
+        self._unreachable[name] += 1
 
 
 _GAUGES = {

@@ -14,6 +14,7 @@ with the best score. State is data: reading it never runs code from the file.
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 import importlib
 import json
 import logging
@@ -42,7 +43,6 @@ HF, HF_AVERAGE = "hf", "hf-ema"
 LATEST, BEST = "latest", "best"
 """Links to a checkpoint, for people: nothing is read through them."""
 _STEP = re.compile(r"step-(\d+)")
-_BLOCK = 1 << 22
 
 
 class CheckpointDir:
@@ -279,12 +279,9 @@ def _files(path: Path) -> list[Path]:
 
 
 def _describe(path: Path) -> dict[str, Any]:
-    digest, size = xxhash.xxh3_128(), 0
     with path.open("rb") as file:
-        while block := file.read(_BLOCK):
-            digest.update(block)
-            size += len(block)
-    return {"bytes": size, "xxh3_128": digest.hexdigest()}
+        digest = hashlib.file_digest(file, xxhash.xxh3_128)
+    return {"bytes": path.stat().st_size, "xxh3_128": digest.hexdigest()}
 
 
 def _fsync(path: Path) -> None:

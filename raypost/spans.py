@@ -46,9 +46,7 @@ class SpanLog:
     """
 
     def __init__(self, actor: str, merge_gap_s: float = MERGE_GAP_S, max_spans: int = MAX_SPANS) -> None:
-        """Collect nothing yet. Raises ValueError if max_spans < 1."""
-        if max_spans < 1:
-            raise ValueError(f"max_spans must be >= 1, got {max_spans}")
+        """Collect nothing yet."""
         self._actor = actor
         self._merge_gap_s = merge_gap_s
         self._max_spans = max_spans

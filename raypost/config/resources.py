@@ -49,4 +49,5 @@ class PoolConfig(EnginePoolConfig):
     """Further engines with a placement of their own; what is not set here is as in `rollout`."""
 
     name: Annotated[str, Field(pattern=r"^[a-z0-9][a-z0-9-]{0,31}$")]
-    """Name of the pool, which its workers carry: `rollout-<name>-0` and so on."""
+    """Name of the pool. Its workers carry it after their role: `rollout-<name>-0`, `reference-<name>-0`,
+    `reward-<name>-0`."""

@@ -221,20 +221,22 @@ def _new_model(recipe: TinyRecipe, tokenizer: PreTrainedTokenizerFast) -> LlamaF
 
 
 def _batch(tokenizer: PreTrainedTokenizerFast, texts: list[tuple[str, str]]) -> tuple[Tensor, Tensor]:
-    """Return inputs and next-token targets [B, L] of (question, response) pairs; only responses are targets."""
+    """Return inputs and targets [B, L] of (question, response) pairs; only responses are targets."""
     import torch
+    from torch.nn.utils.rnn import pad_sequence
 
     prompts, responses = (
         [list(ids) for ids in tokenizer([t[i] for t in texts])["input_ids"]] for i in (0, 1)
     )
-    rows = [p + r + [tokenizer.eos_token_id] for p, r in zip(prompts, responses, strict=True)]
-    shape = (len(rows), max(map(len, rows)))
-    inputs_BL = torch.full(shape, tokenizer.pad_token_id)
-    targets_BL = torch.full(shape, _IGNORED)
-    for b, (prompt, row) in enumerate(zip(prompts, rows, strict=True)):
-        inputs_BL[b, : len(row)] = torch.tensor(row)
-        targets_BL[b, len(prompt) - 1 : len(row) - 1] = torch.tensor(row[len(prompt) :])
-    return inputs_BL, targets_BL
+    rows, targets = [], []
+    for prompt, response in zip(prompts, responses, strict=True):
+        answer = [*response, tokenizer.eos_token_id]
+        rows.append(torch.tensor(prompt + answer))
+        targets.append(torch.tensor([_IGNORED] * len(prompt) + answer))
+    return (
+        pad_sequence(rows, batch_first=True, padding_value=tokenizer.pad_token_id),
+        pad_sequence(targets, batch_first=True, padding_value=_IGNORED),
+    )
 
 
 def _optimize(
@@ -242,12 +244,10 @@ def _optimize(
 ) -> float:
     """One optimizer step of cross entropy; returns the loss, nats a token."""
     import torch
-    from torch.nn.functional import cross_entropy
 
     for group in optimizer.param_groups:
         group["lr"] = rate
-    logits_BLV = model(input_ids=inputs_BL, use_cache=False).logits
-    loss = cross_entropy(logits_BLV.flatten(0, 1), targets_BL.flatten(), ignore_index=_IGNORED)
+    loss = model(input_ids=inputs_BL, labels=targets_BL, use_cache=False).loss
     optimizer.zero_grad()
     torch.autograd.backward(loss)
     torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)

@@ -1,6 +1,6 @@
 """Checks of a configuration against its model, its data and its run folder.
 
-Each function returns all problems it finds, each with the value, the bound and the fix; none raises, writes
+Each function gives all problems it finds, each with the value, the bound and the fix; none raises, writes
 or starts anything, and none takes longer than about a second.
 """
 
@@ -10,7 +10,7 @@ import dataclasses
 import json
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, ParamSpec
@@ -67,101 +67,93 @@ def model_problems(config: Config) -> list[str]:
     return problems
 
 
-def _fit_problems(config: Config, model: dict[str, Any]) -> list[str]:
+def _fit_problems(config: Config, model: dict[str, Any]) -> Iterator[str]:
     """Check the run against the sizes of the model."""
-    problems = []
     positions, heads = model.get("max_position_embeddings"), model.get("num_attention_heads")
     ranks = config.rollout.tensor_parallel_size
     if positions is not None and positions < config.max_model_len:
-        problems.append(
+        yield (
             f"max_prompt_tokens + max_tokens is {config.max_model_len}, but model {config.model.name} has "
             f"{positions} positions (max_position_embeddings): lower max_tokens"
         )
     if heads is not None and heads % ranks:
-        problems.append(
+        yield (
             f"rollout.tensor_parallel_size is {ranks}, but model {config.model.name} has {heads} attention "
             f"heads: use a divisor of {heads}"
         )
-    return problems
 
 
-def composition_problems(config: Config) -> list[str]:
+def composition_problems(config: Config) -> Iterator[str]:
     """Check what the placement can do, and the models beside the policy: critic, reference, reward models."""
-    problems = []
     if config.placement == "colocate":
-        problems += _colocate_problems(config)
-    problems += [*_reward_model_problems(config), *_reference_problems(config)]
+        yield from _colocate_problems(config)
+    yield from _reward_model_problems(config)
+    if config.train.loss.kl.pool is not None:
+        yield from _reference_problems(config)
     critic = config.train.critic
     if critic is not None and critic.name is not None:
-        problems += _problem(check_model, ModelConfig(name=critic.name))
+        yield from _problem(check_model, ModelConfig(name=critic.name))
     if critic is not None and config.train.batch_size % critic.num_workers:
-        problems.append(
+        yield (
             f"train.batch_size is {config.train.batch_size} groups, not divisible by train.critic.num_workers "
             f"{critic.num_workers}: use a divisor of {config.train.batch_size}"
         )
-    return problems
 
 
-def _reward_model_problems(config: Config) -> list[str]:
+def _reward_model_problems(config: Config) -> Iterator[str]:
     """Check that reward models exist, can score, and are asked."""
-    problems = [
-        f"task {task.name!r}: judge.reward_model is {task.judge.reward_model!r}, but agent_loop.kind is environment, "
-        "which gives the rewards itself and asks no judge: leave the judge out, or use single_turn"
-        for task in config.tasks
-        if task.judge.reward_model is not None and task.agent_loop.kind == "environment"
-    ]
+    for task in config.tasks:
+        if task.judge.reward_model is not None and task.agent_loop.kind == "environment":
+            yield (
+                f"task {task.name!r}: judge.reward_model is {task.judge.reward_model!r}, but agent_loop.kind is "
+                "environment, which gives the rewards itself and asks no judge: leave the judge out, or use single_turn"
+            )
     for model in config.reward_models:
         folder = Path(model.model).expanduser()
         if model.model in (TINY, SMOLLM2):
-            problems.append(
+            yield (
                 f"reward_models {model.name!r}: {model.model} is a language model, which gives no score: use a "
                 "sequence classifier with one output"
             )
         elif folder.is_dir():
-            problems += _problem(check_reward_model, model, folder)
+            yield from _problem(check_reward_model, model, folder)
         else:
-            problems += _problem(check_model, ModelConfig(name=model.model))
-    return problems
+            yield from _problem(check_model, ModelConfig(name=model.model))
 
 
-def _reference_problems(config: Config) -> list[str]:
+def _reference_problems(config: Config) -> Iterator[str]:
     """Check that engines of a reference can compute its logprobs."""
-    kl = config.train.loss.kl
-    problems: list[str] = []
-    if kl.pool is None:
-        return problems
     for task in config.tasks:
         sampling = (task.temperature, task.top_p, task.top_k)
         if sampling != (1.0, 1.0, 0):
-            problems.append(
+            yield (
                 f"task {task.name!r}: temperature, top_p and top_k are {sampling}, but engines compute a reference's "
                 "logprobs at 1, 1 and 0 only: use those, or leave out train.loss.kl.pool, so that the ranks compute"
             )
-    return problems
 
 
-def _colocate_problems(config: Config) -> list[str]:
-    rollout, train, problems = config.rollout, config.train, []
+def _colocate_problems(config: Config) -> Iterator[str]:
+    rollout, train = config.rollout, config.train
     if rollout.pools:
         names = ", ".join(pool.name for pool in rollout.pools)
-        problems.append(
+        yield (
             f"placement is colocate, where engines share the ranks' devices, but rollout.pools has {names}: remove "
             "them, or use placement: separate"
         )
     if config.eval.pool is not None:
-        problems.append(
+        yield (
             f"placement is colocate, where evaluation uses production's engines, but eval.pool is "
             f"{config.eval.pool.name!r}: remove it, or use placement: separate"
         )
     if config.sync.pause_mode == "keep":
-        problems.append(
+        yield (
             "sync.pause_mode is keep, but a colocated engine gives its memory to the ranks at each step and can "
             "freeze nothing: use abort or wait"
         )
     if config.device == "cpu":
-        return problems
+        return
     if rollout.tensor_parallel_size > 1:
-        problems.append(
+        yield (
             f"rollout.tensor_parallel_size is {rollout.tensor_parallel_size}, but a colocated engine shares one GPU "
             "with one rank: use 1, or placement: separate"
         )
@@ -170,28 +162,23 @@ def _colocate_problems(config: Config) -> list[str]:
         ranks["train.critic.num_workers"] = train.critic.num_workers
     if len(set(ranks.values())) > 1:
         numbers = ", ".join(f"{name} {number}" for name, number in ranks.items())
-        problems.append(
-            f"placement is colocate, one engine and one rank a GPU, but {numbers}: use equal numbers"
-        )
-    return problems
+        yield f"placement is colocate, one engine and one rank a GPU, but {numbers}: use equal numbers"
 
 
-def source_problems(config: Config) -> list[str]:
+def source_problems(config: Config) -> Iterator[str]:
     """Check that sources exist, are well-formed, and give prompts that are not too long."""
     tokenizer = _local_tokenizer(config)
-    problems = []
     if (sft := config.train.sft) is not None:
-        problems += _problem(check_examples, sft, tokenizer, config.max_model_len, PROMPT_CHECK_S)
+        yield from _problem(check_examples, sft, tokenizer, config.max_model_len, PROMPT_CHECK_S)
     for task in config.tasks:
         try:
-            problems += (
+            yield from (
                 _unknown_gym_names(task)
                 or _prompt_problems(task, config, tokenizer)
                 or _unreadable(task, config)
             )
         except ConfigError as error:
-            problems.append(str(error))
-    return problems
+            yield str(error)
 
 
 def _unreadable(task: TaskConfig, config: Config) -> list[str]:

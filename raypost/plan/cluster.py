@@ -11,7 +11,7 @@ import os
 import urllib.error
 import urllib.request
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -178,19 +178,17 @@ def shared_devices(config: Config) -> list[dict[str, float]]:
     ]
 
 
-def name_problems(config: Config) -> list[str]:
-    """Return what is wrong with the names of custom resources and pools."""
-    problems = []
+def name_problems(config: Config) -> Iterator[str]:
+    """Yield what is wrong with the names of custom resources and pools."""
     for section, of in {**engine_pools(config), **rank_pools(config)}.items():
         for name in of.resources:
             if name in _OWN_FIELDS:
                 own = _OWN_FIELDS[name]
                 fix = f"set {section}.{own}" if own in type(of).model_fields else "remove it"
-                problems.append(f"{section}.resources names {name}, which is no custom resource: {fix}")
+                yield f"{section}.resources names {name}, which is no custom resource: {fix}"
     names = [pool.name for pool in (*config.rollout.pools, *([config.eval.pool] if config.eval.pool else []))]
     if len(set(names)) != len(names):
-        problems.append(f"rollout.pools and eval.pool need different names, got {names}: rename one")
-    return problems
+        yield f"rollout.pools and eval.pool need different names, got {names}: rename one"
 
 
 def engine_pools(config: Config) -> dict[str, EnginePoolConfig]:
@@ -214,10 +212,13 @@ def rank_pools(config: Config) -> dict[str, WorkerPoolConfig]:
 def shortages(config: Config, cluster: ClusterResources) -> list[str]:
     """Return what the cluster lacks, in sum or on a single node, with both numbers and the fix."""
     asked = bundles(config)
+    on_one_node: list[tuple[str, Resources]] = [
+        (b.role, b.resources) for b in asked if b.resources and b.shares is None
+    ]
+    on_one_node += [("shared device", device) for device in shared_devices(config)]
     problems, lacking = [], set()
     for resource in sorted({name for bundle in asked for name in bundle.resources}):
-        alone = sum(b.resources.get(resource, 0) for b in asked if b.shares is None)
-        need = alone + sum(device.get(resource, 0) for device in shared_devices(config))
+        need = sum(resources.get(resource, 0) for _, resources in on_one_node)
         have = cluster.total(resource)
         if need > have:
             lacking.add(resource)
@@ -227,8 +228,9 @@ def shortages(config: Config, cluster: ClusterResources) -> list[str]:
                 f"the placement needs {need:g} {resource} ({parts}), the cluster has {have:g}: "
                 + _fix(resource)
             )
-    for who, resources in _on_one_node(config, asked):
-        if any(_fits(resources, node) for node in cluster.nodes) or lacking & set(resources):
+    for n, (who, resources) in enumerate(on_one_node):
+        told = (who, resources) in on_one_node[:n]
+        if told or lacking & set(resources) or any(_fits(resources, node) for node in cluster.nodes):
             continue
         large = ", ".join(f"{cluster.largest(name):g} {name}" for name in resources)
         problems.append(
@@ -236,15 +238,6 @@ def shortages(config: Config, cluster: ClusterResources) -> list[str]:
             f"that any node has: {large}: use larger nodes, or lower what one {who} asks for"
         )
     return problems
-
-
-def _on_one_node(config: Config, asked: Sequence[Bundle]) -> list[tuple[str, Resources]]:
-    """Return each kind of actor or device that needs room on a single node, once, with its name."""
-    kinds: list[tuple[str, Resources]] = [
-        (b.role, b.resources) for b in asked if b.resources and b.shares is None
-    ]
-    kinds += [("shared device", device) for device in shared_devices(config)]
-    return [kind for n, kind in enumerate(kinds) if kind not in kinds[:n]]
 
 
 def place(asked: Sequence[Bundle], cluster: ClusterResources) -> dict[str, str]:

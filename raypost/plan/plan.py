@@ -7,6 +7,7 @@ job call `check`. Nothing is written and nothing started.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -94,7 +95,7 @@ def check(config: Config, *, cluster: ClusterResources | None = None) -> Plan:
         staleness=tuple(bound(task, config) for task in config.tasks),
         batch=tuple(_batch(config).items()),
         transport=_transport(config),
-        warnings=tuple([*_warnings(config), *_cluster_warnings(config, cluster, lacking, homes)]),
+        warnings=(*_warnings(config), *_cluster_warnings(config, cluster, lacking, homes)),
     )
 
 
@@ -149,20 +150,18 @@ def _transport(config: Config) -> str:
     )
 
 
-def _warnings(config: Config) -> list[str]:
-    rollout, train, warnings = config.rollout, config.train, []
+def _warnings(config: Config) -> Iterator[str]:
+    rollout, train = config.rollout, config.train
     for task in config.tasks:
-        warnings += [f"task {task.name!r}: {text}" for text in strategy_warnings(task, config)]
+        yield from (f"task {task.name!r}: {text}" for text in strategy_warnings(task, config))
     slots, requests = rollout.num_engines * rollout.max_num_seqs, _requests(config)
     if requests < slots // 2:
-        warnings.append(
-            f"engines have {slots} slots, but at most {requests} requests are in flight: they idle"
-        )
+        yield f"engines have {slots} slots, but at most {requests} requests are in flight: they idle"
     if requests > 4 * slots:
-        warnings.append(f"up to {requests} requests wait for {slots} slots: raise rollout.max_num_seqs")
+        yield f"up to {requests} requests wait for {slots} slots: raise rollout.max_num_seqs"
     checkpoint, evaluation = config.checkpoint, config.eval
     if checkpoint.keep_best and checkpoint.interval and evaluation.num_prompts and not evaluation.interval:
-        warnings.append(
+        yield (
             "checkpoint.keep_best needs scores, but eval.interval is 0, so only the last checkpoint has one: set it to "
             f"checkpoint.interval {checkpoint.interval}"
         )
@@ -170,40 +169,35 @@ def _warnings(config: Config) -> list[str]:
     correction = train.correction
     uncorrected = correction.weight is None and correction.reject is None and correction.proximal != "rollout"
     if uncorrected and any(one is None or one > 1 for one in thresholds):
-        warnings.append(
+        yield (
             "train.correction has neither weight nor reject although trained data may be stale: its mismatch "
             "stays uncorrected"
         )
     if train.loss.kl.pool is not None and config.model.dtype == "bfloat16":
-        warnings.append(
+        yield (
             "train.loss.kl.pool with model.dtype bfloat16: engines and ranks round differently, so the divergence from "
             "the reference does not begin at 0"
         )
     if config.device == "cuda" and config.model.dtype == "float32":
-        warnings.append(
-            "model.dtype is float32 on GPUs: bfloat16 takes half the memory and is several times faster"
-        )
-    return warnings
+        yield "model.dtype is float32 on GPUs: bfloat16 takes half the memory and is several times faster"
 
 
 def _cluster_warnings(
     config: Config, cluster: ClusterResources | None, lacking: list[str], homes: dict[str, str]
-) -> list[str]:
+) -> Iterator[str]:
     if cluster is None:
-        return ["no cluster was looked at: whether its resources suffice is checked when the job starts"]
-    warnings = [f"the cluster must grow first: {text}" for text in lacking]
+        yield "no cluster was looked at: whether its resources suffice is checked when the job starts"
+        return
+    yield from (f"the cluster must grow first: {text}" for text in lacking)
     homeless = [bundle.name for bundle in bundles(config) if bundle.resources and bundle.name not in homes]
     if homeless and not lacking:
-        warnings.append(
-            f"resources suffice in sum, but {', '.join(homeless)} may find no node with enough left"
-        )
+        yield f"resources suffice in sum, but {', '.join(homeless)} may find no node with enough left"
     of_engines = sum(pool.num_workers * pool.threads for pool in engine_pools(config).values())
     of_ranks = sum(ranks.num_workers * ranks.threads for ranks in rank_pools(config).values())
     taking_turns = config.placement == "colocate"
     threads = max(of_engines, of_ranks) if taking_turns else of_engines + of_ranks
     if config.device == "cpu" and threads > cluster.total("CPU"):
-        warnings.append(
+        yield (
             f"engines and ranks use {threads} threads on {cluster.total('CPU'):g} cores: both crawl; lower "
             "rollout.threads or train.threads"
         )
-    return warnings

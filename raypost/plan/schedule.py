@@ -86,26 +86,25 @@ def bound(task: TaskConfig, config: Config) -> Bound:
 # ---------------------------------------------------------------- what cannot work
 
 
-def schedule_problems(config: Config) -> list[str]:
-    """Return what would starve, deadlock, or never expire what it should."""
-    problems = [*_weight_problems(config), *_buffer_problems(config)]
+def schedule_problems(config: Config) -> Iterator[str]:
+    """Yield what would starve, deadlock, or never expire what it should."""
+    yield from _weight_problems(config)
+    yield from _buffer_problems(config)
     for task in config.tasks:
-        problems += [f"task {task.name!r}: {text}" for text in _strategy_problems(task, config)]
-    return problems
+        yield from (f"task {task.name!r}: {text}" for text in _strategy_problems(task, config))
 
 
-def _weight_problems(config: Config) -> list[str]:
+def _weight_problems(config: Config) -> Iterator[str]:
     try:
         allocation = allocation_of(config)
         changes = {start for task in config.tasks for start in task.weight_schedule}
         for step in sorted({1, config.train.num_steps, *changes}):
             allocation(step)
     except ConfigError as error:
-        return [f"{error}; every step needs a positive weight"]
+        yield f"{error}; every step needs a positive weight"
     # A user's function may raise anything; it would end the run at that step.
     except Exception as error:
-        return [f"task_weights {config.task_weights!r} raised {type(error).__name__}: {error}"]
-    return []
+        yield f"task_weights {config.task_weights!r} raised {type(error).__name__}: {error}"
 
 
 def _buffer_problems(config: Config) -> Iterator[str]:

@@ -35,8 +35,6 @@ def union(intervals: Intervals_N2) -> Intervals_N2:
 
 def intersect(a: Intervals_N2, b: Intervals_N2) -> Intervals_N2:
     """Return the instants in both; `a` and `b` are unions, and so is the result."""
-    if not len(a) or not len(b):
-        return np.empty((0, 2))
     # Instants in both are those covered twice when both lists are laid over each other.
     edges = np.concatenate([a[:, 0], b[:, 0], a[:, 1], b[:, 1]])
     steps = np.concatenate([np.ones(len(a) + len(b)), -np.ones(len(a) + len(b))])
@@ -48,15 +46,13 @@ def intersect(a: Intervals_N2, b: Intervals_N2) -> Intervals_N2:
 
 def subtract(a: Intervals_N2, b: Intervals_N2) -> Intervals_N2:
     """Return the instants of `a` that are not in `b`; both are unions, and so is the result."""
-    if not len(a) or not len(b):
-        return a
     gaps = np.stack([np.append(-np.inf, b[:, 1]), np.append(b[:, 0], np.inf)], axis=1)
     return intersect(a, gaps)
 
 
 def length_s(intervals: Intervals_N2) -> float:
     """Return the total seconds of a union."""
-    return float(np.sum(intervals[:, 1] - intervals[:, 0])) if len(intervals) else 0.0
+    return float(np.sum(intervals[:, 1] - intervals[:, 0]))
 
 
 def span_table(spans: Iterable[Span]) -> SpanTable:

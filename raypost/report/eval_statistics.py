@@ -13,9 +13,9 @@ statistic is left out of it.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import partial
 from statistics import NormalDist, fmean
 
 import numpy as np
@@ -48,8 +48,15 @@ def scores(rewards: Mapping[str, Rewards], options: EvalConfig) -> dict[str, flo
     bounds. `eval_failed` counts responses without a score. A statistic that no prompt has is absent.
     """
     metrics: dict[str, float] = {}
-    for name, by_task in _statistics(rewards, options).items():
-        known = {task: estimate for task, estimate in by_task.items() if estimate is not None}
+    statistics: dict[str, Callable[[Rewards], Estimate | None]] = {
+        HELD_OUT: partial(mean_reward, confidence=CONFIDENCE)
+    }
+    for k in options.pass_k:
+        statistics[pass_at(k)] = partial(
+            pass_rate, k=k, threshold=options.pass_threshold, confidence=CONFIDENCE
+        )
+    for name, statistic in statistics.items():
+        known = {task: one for task, prompts in rewards.items() if (one := statistic(prompts)) is not None}
         if known:
             metrics |= _entries(name, over_tasks(list(known.values())))
         for task, estimate in known.items():
@@ -57,17 +64,6 @@ def scores(rewards: Mapping[str, Rewards], options: EvalConfig) -> dict[str, flo
     every = [reward for prompts in rewards.values() for prompt in prompts for reward in prompt]
     metrics[EVAL_FAILED] = float(len(every) - len(_scored(every)))
     return metrics
-
-
-def _statistics(rewards: Mapping[str, Rewards], options: EvalConfig) -> dict[str, dict[str, Estimate | None]]:
-    """Statistic -> task -> estimate."""
-    threshold = options.pass_threshold
-    found = {HELD_OUT: {task: mean_reward(prompts, CONFIDENCE) for task, prompts in rewards.items()}}
-    for k in options.pass_k:
-        found[pass_at(k)] = {
-            task: pass_rate(prompts, k, threshold, CONFIDENCE) for task, prompts in rewards.items()
-        }
-    return found
 
 
 def _entries(name: str, estimate: Estimate) -> dict[str, float]:
@@ -181,15 +177,11 @@ def _normal(confidence: float) -> float:
     return NormalDist().inv_cdf((1 + confidence) / 2)
 
 
-@lru_cache(maxsize=64)
 def student_t(confidence: float, freedom: int) -> float:
     """Return the bound of the central part of Student's t with that probability.
 
     By bisection of the finite sum for whole degrees of freedom: Abramowitz and Stegun 1964, 26.7.3 and 26.7.4.
-    Raises ValueError if freedom < 1 or confidence is not inside (0, 1).
     """
-    if freedom < 1 or not 0 < confidence < 1:
-        raise ValueError(f"confidence {confidence} with {freedom} degrees of freedom is not defined")
     low, high = 0.0, math.pi / 2
     # The angle, not t itself: it has an end for any confidence.
     for _ in range(60):

@@ -5,7 +5,7 @@ Owns wording and layout; every fact comes from ledger/life.py and ledger/summary
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from itertools import groupby
 from typing import Any
 
@@ -149,34 +149,20 @@ def _text(line: Fields) -> str:
 
 def _facts(rest: Fields) -> list[str]:
     """Say the facts of `ledger.group_facts` in words, then those of any other name."""
-    parts = []
-    if (tokens := rest.pop("tokens", None)) is not None:
-        parts.append(_tokens(tokens))
-    if versions := rest.pop("versions", None):
-        named = [f"{count} by {_version(version)}" for version, count in versions.items()]
-        parts.append("tokens " + ", ".join(named))
-    if engines := rest.pop("engines", None):
-        parts.append("on " + ", ".join(engines))
-    if rewards := rest.pop("rewards", None):
-        parts.append(_rewards(rewards))
-    if finish := rest.pop("finish", None):
-        parts.append("ended by " + ", ".join(f"{reason} {count}x" for reason, count in finish.items()))
-    if aborts := rest.pop("aborts", None):
-        parts.append(f"{aborts} interruptions so far")
-    return [*parts, *(f"{name} {value}" for name, value in rest.items())]
+    parts = [say(rest[name]) for name, say in _FACTS.items() if name in rest]
+    return [*parts, *(f"{name} {value}" for name, value in rest.items() if name not in _FACTS)]
 
 
-def _tokens(tokens: Any) -> str:
-    if not isinstance(tokens, list) or not tokens:
-        return f"{tokens} tokens"
+def _tokens(tokens: list[int]) -> str:
     low, high = min(tokens), max(tokens)
     if low == high:
         return f"{len(tokens)} responses of {low} tokens"
     return f"{len(tokens)} responses of {low} to {high} tokens, mean {number(sum(tokens) / len(tokens))}"
 
 
-def _version(version: str) -> str:
-    return "no policy" if version == "-1" else f"version {version}"
+def _versions(counts: dict[str, int]) -> str:
+    named = {version: "no policy" if version == "-1" else f"version {version}" for version in counts}
+    return "tokens " + ", ".join(f"{count} by {named[version]}" for version, count in counts.items())
 
 
 def _rewards(rewards: list[float | None]) -> str:
@@ -186,6 +172,17 @@ def _rewards(rewards: list[float | None]) -> str:
         return f"rewards of mean {mean}"
     each = " ".join(MISSING if reward is None else f"{reward:g}" for reward in rewards)
     return f"rewards {each}, mean {mean}"
+
+
+_FACTS: dict[str, Callable[[Any], str]] = {
+    "tokens": _tokens,
+    "versions": _versions,
+    "engines": lambda names: "on " + ", ".join(names),
+    "rewards": _rewards,
+    "finish": lambda counts: "ended by " + ", ".join(f"{reason} {n}x" for reason, n in counts.items()),
+    "aborts": lambda count: f"{count} interruptions so far",
+}
+"""How each fact of `ledger.group_facts` reads."""
 
 
 # ---------------------------------------------------------------- all groups

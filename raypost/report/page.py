@@ -13,7 +13,6 @@ import yaml
 from raypost import metrics
 from raypost.report.formatting import (
     GROUP_MEANINGS,
-    MISSING,
     bound,
     change,
     count,
@@ -188,7 +187,10 @@ def _evals(evals: list[dict[str, Any]]) -> str:
     head = "".join(f"<th>{escape(name.replace('_', ' '))}</th>" for name in ordered)
     rows = []
     for scores in evals:
-        cells = "".join(f"<td class='n'>{_cell(scores, name)}</td>" for name in ordered)
+        cells = "".join(
+            f"<td class='n'>{number(scores.get(name))} {interval(metrics.bounds(scores, name))}</td>"
+            for name in ordered
+        )
         rows.append(f"<tr><th>after step {scores['step']}</th>{cells}</tr>")
     return f"<table><tr><th></th>{head}</tr>{''.join(rows)}</table>"
 
@@ -198,15 +200,6 @@ def _eval_order(name: str) -> tuple[int, int, str]:
     statistic, _, _ = name.partition("/")
     kind, _, k = statistic.partition("@")
     return (("held_out", "pass").index(kind) if kind in ("held_out", "pass") else 2, int(k or 0), name)
-
-
-def _cell(scores: Mapping[str, Any], name: str) -> str:
-    value = scores.get(name)
-    if value is None:
-        return MISSING
-    if not isinstance(value, (int, float)):
-        return escape(str(value))
-    return f"{number(value)} {interval(metrics.bounds(scores, name))}".rstrip()
 
 
 def _table(rows: list[tuple[str, str]]) -> str:

@@ -9,7 +9,7 @@ import math
 import platform
 import statistics
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from datetime import UTC, datetime
 from importlib import metadata
 from typing import Any
@@ -75,7 +75,7 @@ def build_report(record: RunRecord, config: Config) -> dict[str, Any]:
         "length_bias": None if record.ledger is None else record.ledger.length_bias.as_dict(),
         "versions": record.versions,
     }
-    report["problems"] = _problems(report, record)
+    report["problems"] = list(_problems(report, record))
     return report
 
 
@@ -152,46 +152,41 @@ def _known(events: Iterable[Mapping[str, Any]], name: str) -> list[Any]:
     return [event[name] for event in events if event.get(name) is not None]
 
 
-def _problems(report: dict[str, Any], record: RunRecord) -> list[str]:
-    """Return what a reader must know before believing the rest."""
-    problems = []
+def _problems(report: dict[str, Any], record: RunRecord) -> Iterator[str]:
+    """Yield what a reader must know before believing the rest."""
     if report["groups"]["lost"]:
-        problems.append(f"{report['groups']['lost']} groups are lost: nobody can say what became of them")
+        yield f"{report['groups']['lost']} groups are lost: nobody can say what became of them"
     worst, bound = report["staleness_max"], report["staleness_bound"]
     if worst is not None and bound is not None and worst > bound:
-        problems.append(f"a group of staleness {worst} was trained, the bound is {bound}")
+        yield f"a group of staleness {worst} was trained, the bound is {bound}"
     if record.ledger is not None and record.ledger.problems:
-        problems.append(f"the ledger does not add up: {record.ledger.problems[0]}; see `raypost explain`")
-    problems += _bias(report["length_bias"])
+        yield f"the ledger does not add up: {record.ledger.problems[0]}; see `raypost explain`"
+    if report["length_bias"] is not None:
+        yield from _bias(report["length_bias"])
     if record.not_finite:
-        problems.append(f"not finite in some step: {', '.join(sorted(record.not_finite))}")
+        yield f"not finite in some step: {', '.join(sorted(record.not_finite))}"
     if not record.counts:
-        problems.append("no group counts were recorded, so nothing says whether a group was lost")
+        yield "no group counts were recorded, so nothing says whether a group was lost"
     skipped = record.column(metrics.SKIPPED_STEPS)
     if np.nansum(skipped) > 0:
-        problems.append(
-            f"{int(np.nanmax(skipped))} optimizer steps were skipped: nothing trainable, or no finite gradient"
-        )
+        yield f"{int(np.nanmax(skipped))} optimizer steps were skipped: nothing trainable, or no finite gradient"
     failed = sum(1 for e in record.evals if e.get(metrics.EVAL_FAILED))
     if failed:
-        problems.append(f"{failed} evaluation(s) had responses that failed; their score is over the rest")
+        yield f"{failed} evaluation(s) had responses that failed; their score is over the rest"
     unreachable = {name for usage in record.usage for name in usage.get("unreachable", {})}
     if unreachable:
-        problems.append(f"did not answer telemetry at some time: {', '.join(sorted(unreachable))}")
-    return problems
+        yield f"did not answer telemetry at some time: {', '.join(sorted(unreachable))}"
 
 
-def _bias(bias: dict[str, Any] | None) -> list[str]:
+def _bias(bias: dict[str, Any]) -> Iterator[str]:
     # What is generated again is trained in the end, however long it is: only what is dropped biases.
-    if bias is None or bias["ratio"] is None or bias["ratio"] < BIASED_RATIO:
-        return []
     dropped, trained = bias["dropped"]["groups"], bias["trained"]["groups"]
-    if dropped < BIASED_SHARE * (dropped + trained):
-        return []
-    return [
-        f"training is biased towards short answers: {formatting.length_bias(bias)}; continue interrupted groups "
-        "(enable_partial_rollout) or allow a larger max_staleness"
-    ]
+    longer = bias["ratio"] is not None and bias["ratio"] >= BIASED_RATIO
+    if longer and dropped >= BIASED_SHARE * (dropped + trained):
+        yield (
+            f"training is biased towards short answers: {formatting.length_bias(bias)}; continue interrupted groups "
+            "(enable_partial_rollout) or allow a larger max_staleness"
+        )
 
 
 def staleness_histogram(batches: Iterable[Iterable[int]]) -> dict[int, int]:

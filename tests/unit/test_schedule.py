@@ -85,7 +85,7 @@ REFUSED = {
 @pytest.mark.parametrize("name", REFUSED)
 def test_what_cannot_work_is_refused_with_its_numbers(name: str) -> None:
     places, part = REFUSED[name]
-    problems = schedule_problems(make_config(**places))
+    problems = list(schedule_problems(make_config(**places)))
     assert any(part in problem for problem in problems), problems
 
 
@@ -102,7 +102,7 @@ def test_what_cannot_work_is_refused_with_its_numbers(name: str) -> None:
     ],
 )
 def test_what_works_is_not_refused(places: dict[str, Any]) -> None:
-    assert schedule_problems(make_config(**places)) == []
+    assert list(schedule_problems(make_config(**places))) == []
 
 
 def test_the_bound_of_admission_by_capacity_says_that_nothing_expires() -> None:

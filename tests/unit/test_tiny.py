@@ -4,7 +4,6 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 
 from raypost.config import ModelConfig
@@ -136,11 +135,3 @@ def test_smollm2_without_its_package_names_the_extra_to_install(
     monkeypatch.setattr(smollm2, "PACKAGE", "no-such-package-here")
     with pytest.raises(ConfigError, match="extra 'smollm2'"):
         check_model(ModelConfig(name="smollm2-135m", cache_dir=tmp_path))
-
-
-def test_ggufs_names_and_row_order_become_transformers() -> None:
-    assert smollm2.hf_name("blk.3.attn_q.weight") == "model.layers.3.self_attn.q_proj.weight"
-    assert smollm2.hf_name("token_embd.weight") == "model.embed_tokens.weight"
-    # Two heads of four rows: GGUF alternates the first and the second half of each head's rows.
-    rows = np.array([0, 2, 1, 3, 4, 6, 5, 7], np.float32)[:, None]
-    assert smollm2.unpermute(rows, num_heads=2)[:, 0].tolist() == list(range(8))
