@@ -14,7 +14,7 @@ import logging
 import math
 from collections import Counter
 from collections.abc import Callable, Coroutine, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 from raypost.config import TaskConfig
@@ -26,7 +26,7 @@ from raypost.production.allocation import Allocation
 from raypost.production.pending import PendingGroup, PendingSet, uninterrupted
 from raypost.production.progress import ProduceProgress
 from raypost.production.strategy import AsyncProduceStrategy, SpawnPlan
-from raypost.protocols import AgentLoop, Buffer, BufferCounts, PutResult
+from raypost.protocols import AgentLoop, Buffer, PutResult
 from raypost.types import Group, GroupCounts, GroupKey, ProduceBatchStatus, Status
 
 log = logging.getLogger(__name__)
@@ -61,11 +61,6 @@ class _Received:
     """It is put back, to be started again."""
     dispatches: int = 0
     """How often its host died."""
-    length: float = field(init=False)
-    """Mean response length, before the buffer resets what expired."""
-
-    def __post_init__(self) -> None:
-        self.length = self.group.num_tokens / len(self.group.states)
 
 
 class ProduceContext:
@@ -92,7 +87,7 @@ class ProduceContext:
         self.version: int | None = None
         """Version that production works with; None until the first resume."""
         self.failure: BaseException | None = None
-        self._buffer = buffer
+        self.buffer = buffer
         self._refreshed_at = 0
         """Train step that the buffer's groups were last checked for expiry at."""
         self._dispatches: Counter[GroupKey] = Counter()
@@ -142,11 +137,7 @@ class ProduceContext:
     def _pending_text(self) -> str:
         """Return how many groups are in flight, and which the longest."""
         entries, now = sorted(self.pending.all(), key=lambda entry: entry.started_s), self.clock()
-        longest = [
-            f"{task}/{group_id} for {now - one.started_s:.0f} s"
-            for one in entries[:3]
-            for task, group_id in [one.key]
-        ]
+        longest = ["{}/{} for {:.0f} s".format(*one.key, now - one.started_s) for one in entries[:3]]
         return f"{len(entries)} ({', '.join(longest)}{', ...' * (len(entries) > 3)})" if entries else "0"
 
     # ---------------------------------------------------------------- starting groups
@@ -157,7 +148,7 @@ class ProduceContext:
         sources = [status for status in plan.sources if buffered.get(status, 0) > 0]
         if missing > 0 and sources:
             self._claim += 1
-            packed = await self._buffer.pop(task.config.name, sources, missing, self._claim)
+            packed = await self.buffer.pop(task.config.name, sources, missing, self._claim)
             for group in unpack_groups(packed) if packed is not None else ():
                 self.ledger.continued(group.key)
                 self._start(task, group, stored=True)
@@ -193,10 +184,10 @@ class ProduceContext:
         results = []
         if kept:
             packed = pack_groups([one.group for one in kept])
-            results = await self._buffer.put(packed, self.progress.next_consumer_step)
+            results = await self.buffer.put(packed, self.progress.next_consumer_step)
         forgotten = [one.entry.key for one in gone if one.entry.stored]
         if forgotten:
-            await self._buffer.drop(forgotten)
+            await self.buffer.drop(forgotten)
         for one in gone:
             self._account_dropped(one)
         for one, result in zip(kept, results, strict=True):
@@ -290,7 +281,7 @@ class ProduceContext:
         if result.status is Status.EXPIRED:
             facts["too_old"] = result.too_old
         if result.too_old:
-            self.progress.count_expired(one.length)
+            self.progress.count_expired(one.group.num_tokens / len(one.group.states))
         if result.stored:
             self.ledger.stored(key, result.status, **facts)
         else:
@@ -341,7 +332,7 @@ class ProduceContext:
         if train_step == self._refreshed_at:
             return
         self._claim += 1
-        gone = await self._buffer.refresh(train_step, self._claim)
+        gone = await self.buffer.refresh(train_step, self._claim)
         self._refreshed_at = train_step
         if gone:
             self.pending.changed.notify()
@@ -352,14 +343,10 @@ class ProduceContext:
             else:
                 self._drop(expired.key, Status.EXPIRED)
 
-    async def counts(self) -> BufferCounts:
-        """Return what the buffer holds. Lock held."""
-        return await self._buffer.counts()
-
     async def group_counts(self) -> GroupCounts:
         """Return where every group is. Lock held."""
         self.ledger.flush()
-        counts = await self._buffer.counts()
+        counts = await self.buffer.counts()
         buffered = sum(sum(by_status.values()) for by_status in counts.groups.values())
         return self.ledger.counts(buffered, len(self.pending))
 
@@ -372,7 +359,7 @@ class ProduceContext:
             "version": self.version,
             "progress": self.progress.state_dict(undone=self.ledger.open_leases()),
             "samplers": {name: task.sampler.state_dict() for name, task in self.tasks.items()},
-            "buffer": await self._buffer.state_dict(),
+            "buffer": await self.buffer.state_dict(),
             "ledger": self.ledger.state_dict(),
         }
 
@@ -387,6 +374,6 @@ class ProduceContext:
         self.progress.load_state_dict(state["progress"])
         for name, task in self.tasks.items():
             task.sampler.load_state_dict(state["samplers"].get(name, {}))
-        await self._buffer.load_state_dict(state["buffer"])
+        await self.buffer.load_state_dict(state["buffer"])
         self.version = state["version"]
         self._refreshed_at = 0

@@ -13,7 +13,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Coroutine
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 from raypost.types import Group, GroupKey, RolloutState
@@ -59,12 +59,11 @@ class PendingGroup:
     """It came out of the buffer, which still knows it."""
     put_back: bool = False
     """A pause gave up on it and cancelled it."""
-    num_tokens: int = field(init=False)
-    """Response tokens it started with."""
 
-    def __post_init__(self) -> None:
-        """Count the tokens."""
-        self.num_tokens = sum(state.num_tokens for state in self.last_known)
+    @property
+    def num_tokens(self) -> int:
+        """Response tokens it started with."""
+        return sum(state.num_tokens for state in self.last_known)
 
 
 class PendingSet:
@@ -76,22 +75,18 @@ class PendingSet:
         """Held by every step that moves a group."""
         self.changed = Signal()
         """Moves when a group ends, and whenever else production or consumption may go on."""
+        self.gate_open = False
+        """Whether groups may start; `open_gate` and `close_gate` change it."""
         self._pending: dict[GroupKey, PendingGroup] = {}
-        self._gate_open = False
 
     def __len__(self) -> int:
         """Return the number of groups in flight."""
         return len(self._pending)
 
     @property
-    def gate_open(self) -> bool:
-        """Whether groups may start."""
-        return self._gate_open
-
-    @property
     def is_stopped(self) -> bool:
         """Whether nothing is in flight and nothing can start."""
-        return not self._gate_open and not self._pending
+        return not self.gate_open and not self._pending
 
     def num_of(self, task: str) -> int:
         """Return how many groups of one task are in flight."""
@@ -108,20 +103,20 @@ class PendingSet:
     async def open_gate(self) -> None:
         """Let groups start."""
         async with self.lock:
-            self._gate_open = True
+            self.gate_open = True
         self.changed.notify()
 
     async def close_gate(self) -> None:
         """Let none start: when this returns, none is half way through starting either."""
         async with self.lock:
-            self._gate_open = False
+            self.gate_open = False
         self.changed.notify()
 
     def spawn(
         self, group: Group, work: Coroutine[Any, Any, Group], now_s: float, *, stored: bool = False
     ) -> PendingGroup:
         """Start a group. The caller holds the lock, and has held it since it saw the gate open."""
-        assert self.lock.locked() and self._gate_open, "a group is started under the lock with the gate open"
+        assert self.lock.locked() and self.gate_open, "a group is started under the lock with the gate open"
         assert group.key not in self._pending, f"group {group.key} is in flight already"
         last_known = [replace(state) for state in group.states]
         task = asyncio.get_running_loop().create_task(work, name=f"group {group.task}/{group.group_id}")

@@ -30,7 +30,7 @@ from raypost.pause import PauseMode
 from raypost.production.allocation import Allocation
 from raypost.production.context import ProduceContext, TaskRuntime
 from raypost.production.pausing import Pausing
-from raypost.production.scheduler import Outcome, Scheduler
+from raypost.production.scheduler import Scheduler
 from raypost.production.take import BatchT, BatchTaker
 from raypost.protocols import Buffer, RolloutControl, TakeStatus
 from raypost.types import GroupCounts, ProduceBatchStatus
@@ -115,9 +115,9 @@ class Producer(Generic[BatchT]):
 
         async def produce() -> ProduceBatchStatus | None:
             await self._context.refresh(step)
-            outcome = await self._scheduler.advance(last_step=step)
+            lacking = await self._scheduler.advance(last_step=step)
             self._context.raise_failure()
-            return None if outcome is Outcome.LACKING else self._context.status
+            return None if lacking else self._context.status
 
         return await self._until(step, produce)
 

@@ -17,6 +17,9 @@ from typing import Any
 from raypost.errors import CheckpointError
 from raypost.protocols import ProductionMetrics
 
+COUNTERS = ("target", "consumed", "waived", "target_upto", "producer_future_step")
+"""The attributes that count by task."""
+
 
 class ProduceProgress:
     """Counters of one run's production; read them live, after every await."""
@@ -37,7 +40,8 @@ class ProduceProgress:
         """Step whose batch is taken next; what is put now is aged at this step."""
         self._allocate = allocation
         self._allocations: dict[int, dict[str, int]] = {}
-        self._metrics = ProductionMetrics()
+        self.metrics = ProductionMetrics()
+        """The window that is being filled; not yet read."""
 
     # ---------------------------------------------------------------- targets
 
@@ -52,10 +56,6 @@ class ProduceProgress:
         for following in range(self.target_upto[task] + 1, step + 1):
             self.target[task] += self.allocation(following)[task]
             self.target_upto[task] = following
-
-    def advance_future_step(self, task: str) -> None:
-        """Work for the next step: this one is complete, or was begun and need not be waited for."""
-        self.producer_future_step[task] += 1
 
     def available(self, task: str, completed: int) -> int:
         """Return how much of the target is met; `completed` groups are in the buffer."""
@@ -81,21 +81,16 @@ class ProduceProgress:
 
     # ---------------------------------------------------------------- metrics
 
-    @property
-    def metrics(self) -> ProductionMetrics:
-        """The window that is being filled; not yet read."""
-        return self._metrics
-
     def count_expired(self, mean_tokens: float) -> None:
         """Count a group that grew too old, with its mean response length before it was reset."""
-        window = self._metrics
+        window = self.metrics
         window.expired_groups += 1
         window.expired_tokens_mean += (mean_tokens - window.expired_tokens_mean) / window.expired_groups
 
     def read_metrics(self) -> ProductionMetrics:
         """Return the window since the last call; the next one starts at zero."""
-        window = self._metrics
-        self._metrics = ProductionMetrics()
+        window = self.metrics
+        self.metrics = ProductionMetrics()
         return window
 
     # ---------------------------------------------------------------- checkpoint
@@ -106,21 +101,18 @@ class ProduceProgress:
         `undone` are steps that were taken, with their groups by task, but are not in the model that is saved with
         this: in the state they are not taken yet.
         """
-        consumed, waived, following = dict(self.consumed), dict(self.waived), self.next_consumer_step
+        counted = {name: dict(getattr(self, name)) for name in COUNTERS}
+        following = self.next_consumer_step
         for step, taken in (undone or {}).items():
             following = min(following, step)
             for task, share in self.allocation(step).items():
-                consumed[task] -= taken.get(task, 0)
-                waived[task] -= share - taken.get(task, 0)
+                counted["consumed"][task] -= taken.get(task, 0)
+                counted["waived"][task] -= share - taken.get(task, 0)
         return {
-            "target": dict(self.target),
-            "consumed": consumed,
-            "waived": waived,
-            "target_upto": dict(self.target_upto),
-            "producer_future_step": dict(self.producer_future_step),
+            **counted,
             "next_consumer_step": following,
             "allocations": [[step, dict(shares)] for step, shares in sorted(self._allocations.items())],
-            "metrics": dataclasses.asdict(self._metrics),
+            "metrics": dataclasses.asdict(self.metrics),
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -128,9 +120,8 @@ class ProduceProgress:
 
         Raises CheckpointError if the state is damaged or its tasks are not this run's.
         """
-        counters = ("target", "consumed", "waived", "target_upto", "producer_future_step")
         try:
-            saved = {name: {str(k): int(v) for k, v in state[name].items()} for name in counters}
+            saved = {name: {str(k): int(v) for k, v in state[name].items()} for name in COUNTERS}
             following = int(state["next_consumer_step"])
             allocations = {int(step): dict(shares) for step, shares in state["allocations"]}
         except (KeyError, TypeError, ValueError, AttributeError) as error:
@@ -144,9 +135,8 @@ class ProduceProgress:
         for name, values in saved.items():
             getattr(self, name).update(values)
         self.next_consumer_step = following
-        self._allocations.clear()
-        self._allocations.update(allocations)
+        self._allocations = allocations
         # A metric that the saved run did not know yet starts at zero.
         known = {field.name for field in dataclasses.fields(ProductionMetrics)}
         window = {name: value for name, value in state.get("metrics", {}).items() if name in known}
-        self._metrics = ProductionMetrics(**window)
+        self.metrics = ProductionMetrics(**window)

@@ -11,22 +11,10 @@ missing again; each task runs as far ahead as its own bound allows.
 from __future__ import annotations
 
 import dataclasses
-from enum import Enum, auto
 
 from raypost.production.context import ProduceContext, TaskRuntime
 from raypost.protocols import BufferCounts
 from raypost.types import ProduceBatchStatus, Status
-
-
-class Outcome(Enum):
-    """How one pass of production ended."""
-
-    DONE = auto()
-    """There is nothing to do before the consumer or the weights move."""
-    LACKING = auto()
-    """Groups are missing and in flight, or there is no room for them."""
-    CLOSED = auto()
-    """Production is paused, or was ended by a failure."""
 
 
 @dataclasses.dataclass(slots=True, frozen=True)
@@ -55,18 +43,22 @@ class Scheduler:
         """Decide anew whether the rounds of all tasks are tail batches."""
         self._tails.clear()
 
-    async def advance(self, last_step: int | None = None) -> Outcome:
-        """Receive what finished and start what is missing, for no step after `last_step`."""
+    async def advance(self, last_step: int | None = None) -> bool:
+        """Receive what finished and start what is missing, for no step after `last_step`.
+
+        Returns whether groups are still missing: in flight, or without room. False while production is paused, or
+        after a failure.
+        """
         context = self._context
         await context.settle()
         if not self._pending.gate_open or context.failure is not None:
-            return Outcome.CLOSED
-        counts = await context.counts()
+            return False
+        counts = await context.buffer.counts()
         rounds = [await self._produce(task, counts, last_step) for task in context.tasks.values()]
         lacking = any(one.lacks for one in rounds)
         stopped = not lacking and any(one.stopped for one in rounds) and not any(one.waits for one in rounds)
         context.set_status(ProduceBatchStatus.EXPIRED_BATCH if stopped else ProduceBatchStatus.NORMAL)
-        return Outcome.LACKING if lacking else Outcome.DONE
+        return lacking
 
     async def _produce(self, task: TaskRuntime, counts: BufferCounts, last_step: int | None) -> _Round:
         """Bring one task as far ahead as it may be, and start what it lacks there."""
@@ -85,7 +77,7 @@ class Scheduler:
             lacks = self._lacks(task, available)
             if expired or waits or (lacks and not strategy.by_capacity):
                 break
-            progress.advance_future_step(name)
+            progress.producer_future_step[name] += 1
         tail = self._is_tail_batch(task, buffered)
         if lacks or strategy.by_capacity:
             await self._start(task, counts, buffered, available, tail)

@@ -459,7 +459,7 @@ def capacity(
     progress.load_state_dict(saved.state_dict())
     while not one.is_production_expired(progress.producer_future_step["default"], version):
         progress.ensure_target_upto("default", progress.producer_future_step["default"])
-        progress.advance_future_step("default")
+        progress.producer_future_step["default"] += 1
     available = progress.available("default", accepted)
     got = plan(one, batch, target=progress.target["default"], available=available, pending=running)
     assert got.num_groups == room

@@ -28,7 +28,7 @@ def test_tasks_have_steps_of_their_own() -> None:
     progress.ensure_target_upto("b", 2)
     assert progress.target == {"a": 20, "b": 8}
     assert (progress.target_at("a", 2), progress.target_at("b", 2)) == (8, 8)
-    progress.advance_future_step("a")
+    progress.producer_future_step["a"] += 1
     assert progress.producer_future_step == {"a": 2, "b": 1}
 
 
@@ -77,7 +77,7 @@ def test_restore_changes_the_dicts_that_others_hold() -> None:
     saved, progress = progress_of("a"), progress_of("a")
     saved.ensure_target_upto("a", 2)
     saved.consume(1, {"a": 4})
-    saved.advance_future_step("a")
+    saved.producer_future_step["a"] += 1
     saved.metrics.failed_samples = 3
     target, consumed = progress.target, progress.consumed
     state = saved.state_dict()
