@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import functools
-import logging
 from pathlib import Path
 
 from actors.remote import ACTOR_ERRORS
@@ -27,8 +26,6 @@ from raypost.production.producer import Producer, TaskRuntime
 from raypost.protocols import AgentLoop, Buffer, RolloutControl, TakeStatus
 from raypost.spans import SpanLog
 from raypost.types import GroupCounts, Ref, Span
-
-log = logging.getLogger(__name__)
 
 STATE_FILE = "producer"
 

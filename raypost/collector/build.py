@@ -14,9 +14,8 @@ from pydantic import ValidationError
 from raypost.agent_loop.environment import Environment, EnvironmentAgentLoop
 from raypost.collector.collector import Collector
 from raypost.collector.gated_generator import GatedGenerator
-from raypost.collector.options import PAUSE_TIMEOUT_S, CollectorOptions
+from raypost.collector.options import DEFAULTS, CollectorOptions
 from raypost.config import AgentLoopConfig, RolloutConfig, StrategyConfig, TaskConfig
-from raypost.config.imports import load_function
 from raypost.data.prompt import Prompt, render
 from raypost.data.sampler import Sampler
 from raypost.data.sources import Source, Stream
@@ -31,6 +30,7 @@ from raypost.protocols import AgentLoop, Generator
 CLOCKLESS = {"enable_partial_rollout", "drop_uniform_rewards", "is_valid"}
 """Fields of a strategy that mean the same without train steps."""
 Prompts = Source | Stream | Sequence[Prompt | str]
+_TURNS = AgentLoopConfig()
 
 
 def collect(
@@ -43,9 +43,9 @@ def collect(
     task: Mapping[str, object] | None = None,
     batch_size: int | None = None,
     num_groups: int = 16,
-    max_turns: int = 16,
-    max_turn_tokens: int | None = None,
-    step_timeout_s: float = 60.0,
+    max_turns: int = _TURNS.max_turns,
+    max_turn_tokens: int | None = _TURNS.max_turn_tokens,
+    step_timeout_s: float = _TURNS.step_timeout_s,
     seed: int = 0,
     **options: Unpack[CollectorOptions],
 ) -> Collector:
@@ -63,7 +63,8 @@ def collect(
     if (environment is None) == (agent_loop is None):
         raise ConfigError("collect needs either an environment or an agent_loop, not both and not none")
     config = _task(task or {}, prompts is None)
-    pool = _pool(generator, options.get("pause_mode", "abort"))
+    options = DEFAULTS | options
+    pool = _pool(generator, options["pause_mode"])
     if agent_loop is not None:
         loop = agent_loop(pool)
     else:
@@ -76,9 +77,9 @@ def collect(
             AgentLoopConfig(
                 max_turns=max_turns, max_turn_tokens=max_turn_tokens, step_timeout_s=step_timeout_s
             ),
-            rollout=RolloutConfig(pause_timeout_s=options.get("pause_timeout_s", PAUSE_TIMEOUT_S)),
+            rollout=RolloutConfig(pause_timeout_s=options["pause_timeout_s"]),
             strategy=config.strategy,
-            retryable=options.get("retryable", ()),
+            retryable=options["retryable"],
         )
     strategy = (
         OnDemandStrategy(config.strategy, num_groups)
@@ -113,9 +114,8 @@ class OnDemandStrategy(AsyncProduceStrategy):
             )
         if num_groups < 1:
             raise ConfigError(f"num_groups must be >= 1, got {num_groups}")
-        is_valid = None if config.is_valid is None else load_function(config.is_valid, "strategy.is_valid")
         paced = config.model_copy(update={"admission": "capacity"})
-        super().__init__(paced, sync_weights_interval=1, is_valid=is_valid)
+        super().__init__(paced, sync_weights_interval=1)
         self._num_groups = num_groups
 
     def is_production_expired(self, future_step: int, version: int) -> bool:

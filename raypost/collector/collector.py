@@ -22,7 +22,7 @@ from raypost.agent_loop.threads import LoopThread, SideThread
 from raypost.agent_loop.turns import Turn, turns_of
 from raypost.buffer.replay_buffer import ReplayBuffer
 from raypost.collector.dialog_turn import DialogTurn, Item, PolicyVersion
-from raypost.collector.options import PAUSE_TIMEOUT_S, CollectorOptions, check_options
+from raypost.collector.options import DEFAULTS, CollectorOptions, check_options
 from raypost.errors import ConfigError, ProductionError
 from raypost.ledger.ledger import Ledger
 from raypost.packed import unpack_groups
@@ -53,19 +53,19 @@ class Collector:
 
         Raises ConfigError for options that exclude each other.
         """
+        options = DEFAULTS | options
         check_options(options)
         if batch_size < 1:
             raise ConfigError(f"batch_size must be >= 1 group, got {batch_size}")
         self._tasks = tasks
         self._options = options
-        self._last_only = options.get("yield_only_last_steps", False)
-        completed = options.get("yield_completed_trajectories")
-        self._whole = not self._last_only and bool(completed)
+        self._last_only = options["yield_only_last_steps"]
+        self._whole = not self._last_only and bool(options.get("yield_completed_trajectories"))
         self._per_batch = options.get("dialog_turns_per_batch")
-        self._total = options.get("total_dialog_turns", -1)
+        self._total = options["total_dialog_turns"]
         self._buffer = options.get("replay_buffer")
         self._queue = options.get("queue")
-        self._version = options.get("policy_version", 0)
+        self._version = options["policy_version"]
         self._namespace = uuid.uuid4()
         ledger = options.get("ledger")
         self._ledger = Ledger() if ledger is None else ledger
@@ -75,9 +75,9 @@ class Collector:
             control,
             self._ledger,
             Allocation([task.config for task in tasks], batch_size),
-            pause_timeout_s=options.get("pause_timeout_s", PAUSE_TIMEOUT_S),
-            take_timeout_s=options.get("take_timeout_s", 3600.0),
-            retryable=options.get("retryable", ()),
+            pause_timeout_s=options["pause_timeout_s"],
+            take_timeout_s=options["take_timeout_s"],
+            retryable=options["retryable"],
         )
         """What makes the groups."""
         self.num_turns = 0
@@ -200,7 +200,7 @@ class Collector:
 
     def version_id(self, version: int) -> PolicyVersion:
         """Return the name that a version has outside of the collector."""
-        if self._options.get("version_type", "int") == "int":
+        if self._options["version_type"] == "int":
             return version
         return uuid.uuid5(self._namespace, str(version))
 
@@ -215,7 +215,7 @@ class Collector:
         async with self._updating:
             version = self._version + 1 if version is None else version
             try:
-                await self.producer.pause(self._options.get("pause_mode", "abort"))
+                await self.producer.pause(self._options["pause_mode"])
                 if updater is not None:
                     await self._updates.call(updater, version)
             except BaseException as error:

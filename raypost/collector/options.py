@@ -12,9 +12,6 @@ from raypost.errors import ConfigError
 from raypost.ledger.ledger import Ledger
 from raypost.pause import PauseMode
 
-PAUSE_TIMEOUT_S = 60.0
-"""`pause_timeout_s` unless given."""
-
 
 class CollectorOptions(TypedDict, total=False):
     """What a collector delivers, and where to."""
@@ -52,12 +49,25 @@ class CollectorOptions(TypedDict, total=False):
     """Errors that mean "the process that ran the group died"; see Producer."""
 
 
+DEFAULTS: CollectorOptions = {
+    "total_dialog_turns": -1,
+    "yield_only_last_steps": False,
+    "policy_version": 0,
+    "version_type": "int",
+    "pause_mode": "abort",
+    "pause_timeout_s": 60.0,
+    "take_timeout_s": 3600.0,
+    "retryable": (),
+}
+"""What holds unless given; other options are None then."""
+
+
 def check_options(options: CollectorOptions) -> None:
-    """Raise ConfigError if the options cannot work together."""
-    per_batch, total = options.get("dialog_turns_per_batch"), options.get("total_dialog_turns", -1)
+    """Raise ConfigError if the options, defaults included, cannot work together."""
+    per_batch, total = options.get("dialog_turns_per_batch"), options["total_dialog_turns"]
     if options.get("replay_buffer") is not None and options.get("queue") is not None:
         raise ConfigError("a collector delivers to a replay_buffer or to a queue, not to both: drop one")
-    if options.get("yield_only_last_steps") and options.get("yield_completed_trajectories") is False:
+    if options["yield_only_last_steps"] and options.get("yield_completed_trajectories") is False:
         raise ConfigError(
             "yield_only_last_steps needs completed trajectories, but yield_completed_trajectories is False: leave "
             "it out"
@@ -66,5 +76,5 @@ def check_options(options: CollectorOptions) -> None:
         raise ConfigError(f"dialog_turns_per_batch must be >= 1, got {per_batch}; None takes what comes")
     if total != -1 and total < 1:
         raise ConfigError(f"total_dialog_turns must be >= 1, got {total}; -1 never ends")
-    if options.get("version_type", "int") not in ("int", "uuid"):
-        raise ConfigError(f"version_type must be 'int' or 'uuid', got {options.get('version_type')!r}")
+    if options["version_type"] not in ("int", "uuid"):
+        raise ConfigError(f"version_type must be 'int' or 'uuid', got {options['version_type']!r}")

@@ -42,14 +42,15 @@ class Rows(Protocol):
 
     def scan(self, *fields: str) -> Iterator[tuple[Any, ...]]:
         """Yield the values of these fields in every row, in order; None where a row lacks one."""
-        ...
+        for row in map(self.row, range(len(self))):
+            yield tuple(map(row.get, fields))
 
     def place(self, number: int) -> str:
         """Return where the row stands, for messages."""
         ...
 
 
-class JsonlRows:
+class JsonlRows(Rows):
     """Lines of JSONL files, blank ones left out. Keeps 8 bytes a line in memory."""
 
     def __init__(self, task: TaskConfig) -> None:
@@ -93,11 +94,6 @@ class JsonlRows:
             raise ConfigError(f"{self.place(number)} must be a JSON object, got {row!r:.80}")
         return row
 
-    def scan(self, *fields: str) -> Iterator[tuple[Any, ...]]:
-        """Yield the fields' values of every row."""
-        for row in map(self.row, range(len(self))):
-            yield tuple(map(row.get, fields))
-
     def place(self, number: int) -> str:
         """Return where the row stands."""
         path = self._files.paths[bisect.bisect_right(self._starts, number) - 1]
@@ -112,7 +108,7 @@ class JsonlRows:
         return self._open[number]
 
 
-class ParquetRows:
+class ParquetRows(Rows):
     """Rows of Parquet files, by row groups: fast in random order while all that is read fits CACHE_BYTES."""
 
     def __init__(self, task: TaskConfig) -> None:
@@ -177,7 +173,7 @@ class ParquetRows:
         return self._parquets[number]
 
 
-class HubRows:
+class HubRows(Rows):
     """Rows of a Hugging Face dataset that `save_to_disk` wrote, memory-mapped by its library."""
 
     def __init__(self, task: TaskConfig) -> None:

@@ -147,7 +147,7 @@ class Sampler:
 
     def state_dict(self) -> dict[str, Any]:
         """Return the cursor, and what tells whether it belongs to this sampler."""
-        return {**self._identity(), **self._order_identity(self._cursor.position), **self._cursor._asdict()}
+        return {**self._identity(self._cursor.position), **self._cursor._asdict()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue where the saved sampler stood. Raises CheckpointError if it is missing or foreign."""
@@ -158,7 +158,7 @@ class Sampler:
                 "restart; restore a whole checkpoint"
             )
         cursor = Cursor(*(state[name] for name in Cursor._fields))
-        for name, mine in {**self._identity(), **self._order_identity(cursor.position)}.items():
+        for name, mine in self._identity(cursor.position).items():
             if state.get(name) != mine:
                 raise CheckpointError(
                     f"sampler state of task {self._task.name!r} was written with {name}={state.get(name)!r}, "
@@ -168,21 +168,19 @@ class Sampler:
         self.close()
         self._cursor = cursor
 
-    def _identity(self) -> dict[str, Any]:
-        return {
+    def _identity(self, position: int) -> dict[str, Any]:
+        """Return what tells whether this process draws the same prompts in the same order at `position`."""
+        identity = {
             "task": self._task.name,
             "seed": self._seed,
             "group_size": self._task.group_size,
             "size": self._size,
             "source": getattr(self._source, "identity", ""),
         }
-
-    def _order_identity(self, position: int) -> dict[str, Any]:
-        """Return what tells whether this process draws the same order at `position`."""
-        if self._size is None:
-            return {}
-        order = epoch_order(self._seed, position // self._size, self._size)
-        return {"order": hashlib.blake2b(order.tobytes(), digest_size=8).hexdigest()}
+        if self._size is not None:
+            order = epoch_order(self._seed, position // self._size, self._size)
+            identity["order"] = hashlib.blake2b(order.tobytes(), digest_size=8).hexdigest()
+        return identity
 
     def _read(self) -> EncodedPrompt:
         if self._task.source.num_workers == 0:

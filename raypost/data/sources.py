@@ -110,7 +110,7 @@ class StreamSource:
         return (one for one in stream_prompts(self._task) if not is_held_out(one.metadata["question"]))
 
 
-class SequenceRows:
+class SequenceRows(Rows):
     """The rows of a sequence that a function returned. Another process calls the function again."""
 
     def __init__(self, task: TaskConfig, data: Any) -> None:
@@ -131,11 +131,6 @@ class SequenceRows:
     def row(self, number: int) -> Row:
         """Return the row; see Rows."""
         return _checked(self._task, self._data[number], self.place(number))
-
-    def scan(self, *fields: str) -> Iterator[tuple[Any, ...]]:
-        """Yield the fields' values of every row."""
-        for row in map(self.row, range(len(self))):
-            yield tuple(map(row.get, fields))
 
     def place(self, number: int) -> str:
         """Return where the row stands."""

@@ -33,21 +33,6 @@ def desired_pending(target: int, available: int, budget: int) -> int:
     return 0 if available >= target else target + budget - available
 
 
-def admission_capacity(target: int, accepted: int, running: int, max_pending: int) -> int:
-    """Return how many groups may be started (AReaL, arXiv:2505.24298, section 4.1): mean staleness keeps its bound.
-
-    `target` counts all batches up to the last that may be worked for, `accepted` are consumed or COMPLETED
-    groups, `running` those in flight. `max_pending` 0 is no limit. Below 0: as many are too many.
-    """
-    room = target - accepted - running
-    return min(room, max_pending - running) if max_pending else room
-
-
-def in_tail_batch(tail_batch_trigger_size: int, num_expired: int) -> bool:
-    """Return whether enough groups expired for a round that generates them first, without oversampling."""
-    return tail_batch_trigger_size > 0 and num_expired >= tail_batch_trigger_size
-
-
 @dataclass(slots=True, frozen=True)
 class SpawnPlan:
     """What to start now: how many groups, and which buffered ones before new prompts."""
@@ -70,7 +55,14 @@ class AsyncProduceStrategy:
         is_valid: IsValid | None = None,
         should_continue: ShouldContinue | None = None,
     ) -> None:
-        """Use `is_valid` and `should_continue`, the functions that the configuration names."""
+        """Use the functions that the configuration names, unless others are given.
+
+        Raises ConfigError if one of them cannot be imported.
+        """
+        if is_valid is None and config.is_valid is not None:
+            is_valid = load_function(config.is_valid, "strategy.is_valid")
+        if should_continue is None and config.should_continue is not None:
+            should_continue = load_function(config.should_continue, "strategy.should_continue")
         self._config = config
         self._is_valid = is_valid
         self._should_continue = should_continue
@@ -115,19 +107,27 @@ class AsyncProduceStrategy:
         return False
 
     def starts_tail_batch(self, num_expired: int) -> bool:
-        """Return whether a round that begins now is a tail batch. Asked once a round."""
-        return in_tail_batch(self._config.tail_batch_trigger_size, num_expired)
+        """Return whether a round that begins now is a tail batch: expired groups first, without oversampling.
+
+        Asked once a round.
+        """
+        return 0 < self._config.tail_batch_trigger_size <= num_expired
 
     def plan(
         self, *, target: int, available: int, pending: int, task_batch_size: int, tail_batch: bool
     ) -> SpawnPlan:
-        """Return what to start; all counts are groups of this task."""
+        """Return what to start; all counts are groups of this task.
+
+        With admission by capacity `target` counts all batches up to the last that may be worked for, which bounds
+        mean staleness (AReaL, arXiv:2505.24298, section 4.1).
+        """
         budget = oversample_budget(self._config.over_sample_threshold, task_batch_size)
-        aim = available + desired_pending(target, available, 0 if tail_batch else budget)
-        wanted = admission_capacity(aim, available, pending, self._config.max_pending)
+        desired = desired_pending(target, available, 0 if tail_batch else budget)
+        if self._config.max_pending:
+            desired = min(desired, self._config.max_pending)
         retry_first = tail_batch or self._config.tail_batch_trigger_size == 0
         sources = (Status.EXPIRED, Status.ABORTED) if retry_first else (Status.ABORTED,)
-        return SpawnPlan(max(0, wanted), sources)
+        return SpawnPlan(max(0, desired - pending), sources)
 
 
 class SyncProduceStrategy(AsyncProduceStrategy):
@@ -149,13 +149,6 @@ def build_strategy(
     is_valid: IsValid | None = None,
     should_continue: ShouldContinue | None = None,
 ) -> AsyncProduceStrategy:
-    """Return the strategy that the configuration names, with the functions it names unless others are given.
-
-    Raises ConfigError if one of them cannot be imported.
-    """
-    if is_valid is None and config.is_valid is not None:
-        is_valid = load_function(config.is_valid, "strategy.is_valid")
-    if should_continue is None and config.should_continue is not None:
-        should_continue = load_function(config.should_continue, "strategy.should_continue")
+    """Return the strategy that the configuration names; the other arguments are those of AsyncProduceStrategy."""
     kinds = {"async": AsyncProduceStrategy, "sync": SyncProduceStrategy}
     return kinds[config.kind](config, sync_weights_interval, is_valid, should_continue)

@@ -11,10 +11,8 @@ from raypost.production.pending import PendingGroup, Signal, uninterrupted
 from raypost.production.strategy import (
     AsyncProduceStrategy,
     SyncProduceStrategy,
-    admission_capacity,
     build_strategy,
     desired_pending,
-    in_tail_batch,
     oversample_budget,
 )
 from raypost.types import Status
@@ -56,7 +54,8 @@ def test_plan_starts_what_is_not_pending_yet() -> None:
 )
 def test_tail_batch_begins_with_enough_expired_groups(trigger: int, expired: int, tail: bool) -> None:
     """N10."""
-    assert in_tail_batch(trigger, expired) is tail
+    strategy = build_strategy(StrategyConfig(tail_batch_trigger_size=trigger), 1)
+    assert strategy.starts_tail_batch(expired) is tail
 
 
 def test_tail_batch_takes_expired_groups_first_and_samples_nothing_beyond() -> None:
@@ -98,14 +97,17 @@ def test_sync_is_async_with_nothing_ahead() -> None:
         (32, 15, 0, 20, 17),  # N35: concurrency 20, batch 8, eta 3, 15 accepted, rejected ones do not count
         (32, 0, 0, 20, 20),
         (16, 4, 3, 0, 9),
-        (4, 4, 1, 0, -1),
+        (4, 4, 1, 0, 0),
     ],
 )
 def test_capacity_counts_batches_that_may_be_worked_for(
     target: int, accepted: int, running: int, max_pending: int, room: int
 ) -> None:
     """N34 and N35: `target` is (eta + version + 1) x batch."""
-    assert admission_capacity(target, accepted, running, max_pending) == room
+    config = StrategyConfig(admission="capacity", over_sample_threshold=0.0, max_pending=max_pending)
+    counts = {"target": target, "available": accepted, "pending": running}
+    plan = build_strategy(config, 1).plan(**counts, task_batch_size=4, tail_batch=False)
+    assert plan.num_groups == room
 
 
 def test_admission_by_capacity_expires_nothing_but_beyond_its_hard_bound() -> None:
