@@ -30,8 +30,8 @@ class GymSource:
         """Raise ConfigError for an unknown dataset or parameters it refuses."""
         self._task = task
         self._seed = seed
-        self._size = task.source.size or DEFAULT_SIZE
         self._dataset = gym_dataset(task.source, seed, part=0)
+        self._size = len(self._dataset)
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Pickle as a call that makes the dataset again."""

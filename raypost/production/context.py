@@ -14,7 +14,7 @@ import logging
 import math
 from collections import Counter
 from collections.abc import Callable, Coroutine, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from raypost.config import TaskConfig
@@ -243,17 +243,15 @@ class ProduceContext:
             log.warning("group %s is dispatched again: %s", entry.key, type(error).__name__)
             return self._back(entry, dispatches)
         why = f"its host died {MAX_DISPATCHES} times, last: {error!r:.500}"
-        group = Group(task=entry.key[0], group_id=entry.key[1], states=entry.last_known)
-        return _Received(entry, group, Status.FAILED, why=why)
+        return _Received(entry, entry.as_started(), Status.FAILED, why=why)
 
     def _back(self, entry: PendingGroup, dispatches: int = 0) -> _Received:
         """Put a group back as it was when it started, to be continued."""
-        states = [replace(state) for state in entry.last_known]
-        for state in states:
+        group = entry.as_started()
+        for state in group.states:
             if state.status is not Status.COMPLETED:
                 state.status = Status.ABORTED
                 state.num_aborts += entry.put_back
-        group = Group(task=entry.key[0], group_id=entry.key[1], states=states)
         return _Received(entry, group, Status.ABORTED, back=True, dispatches=dispatches)
 
     async def put_back(self, entries: list[PendingGroup]) -> None:

@@ -65,6 +65,11 @@ class PendingGroup:
         """Response tokens it started with."""
         return sum(state.num_tokens for state in self.last_known)
 
+    def as_started(self) -> Group:
+        """Return a copy of the group as it was when it started."""
+        task, group_id = self.key
+        return Group(task=task, group_id=group_id, states=[replace(state) for state in self.last_known])
+
 
 class PendingSet:
     """The groups in flight, and the gate that lets new ones start."""
@@ -114,16 +119,14 @@ class PendingSet:
 
     def spawn(
         self, group: Group, work: Coroutine[Any, Any, Group], now_s: float, *, stored: bool = False
-    ) -> PendingGroup:
+    ) -> None:
         """Start a group. The caller holds the lock, and has held it since it saw the gate open."""
         assert self.lock.locked() and self.gate_open, "a group is started under the lock with the gate open"
         assert group.key not in self._pending, f"group {group.key} is in flight already"
         last_known = [replace(state) for state in group.states]
         task = asyncio.get_running_loop().create_task(work, name=f"group {group.task}/{group.group_id}")
         task.add_done_callback(lambda _: self.changed.notify())
-        entry = PendingGroup(group.key, last_known, task, now_s, stored)
-        self._pending[group.key] = entry
-        return entry
+        self._pending[group.key] = PendingGroup(group.key, last_known, task, now_s, stored)
 
     async def settle(self, receive: Callable[[list[PendingGroup]], Awaitable[None]]) -> int:
         """Hand all finished groups to `receive`, then forget them; returns how many. The caller holds the lock.

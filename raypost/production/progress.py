@@ -76,8 +76,7 @@ class ProduceProgress:
 
     def forget(self, step: int) -> None:
         """Forget the allocation of steps up to `step`, which are trained."""
-        for past in [one for one in self._allocations if one <= step]:
-            del self._allocations[past]
+        self._allocations = {later: shares for later, shares in self._allocations.items() if later > step}
 
     # ---------------------------------------------------------------- metrics
 

@@ -46,7 +46,7 @@ INIT, COMPLETED, ABORTED = Status.INIT, Status.COMPLETED, Status.ABORTED
 EXPIRED, FAILED = Status.EXPIRED, Status.FAILED
 
 ELSEWHERE = {
-    38: "unit/test_corrections.py::test_interpolation_lies_between_the_versions",
+    38: "unit/test_corrections.py::test_interpolated_logprobs_mix_versions_of_one_batch_by_their_staleness",
     39: "unit/test_advantage.py::test_numbers_of_known_groups",
     40: "unit/test_rewards.py::test_groups_whose_mean_return_lies_outside_the_bounds_are_dropped",
     41: "unit/test_rewards.py::test_a_balanced_choice_has_the_mean_nearest_the_middle_and_the_widest_spread",
