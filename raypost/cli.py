@@ -6,6 +6,7 @@ runs `ray job submit` as a process of its own.
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import re
@@ -49,8 +50,17 @@ STEP_FIGURES = (
     metrics.SYNC_S,
 )
 REPORT_FIGURES = (
-    *("status", "error", "wall_s", "eval_before", "eval_after", "staleness_max", "sync_s_median"),
-    *("trainer_idle_fraction", "rollout_idle_fraction", "logprob_mismatch_max", "problems"),
+    "status",
+    "error",
+    "wall_s",
+    "eval_before",
+    "eval_after",
+    "staleness_max",
+    "sync_s_median",
+    "trainer_idle_fraction",
+    "rollout_idle_fraction",
+    "logprob_mismatch_max",
+    "problems",
 )
 """What `status` shows of the last step, and of the report."""
 
@@ -223,7 +233,7 @@ def _show_plan(config: Config, cluster: ClusterResources | None) -> None:
     console.print(
         f"[bold]{config.name}[/bold]: {escape(str(found.run_dir))} ({state}), digest {found.run_digest}"
     )
-    placed = [(row.role, row.actors, row.count, row.resources, row.nodes) for row in found.placement]
+    placed = map(dataclasses.astuple, found.placement)
     console.print(_table("Placement", placed, "role", "actors", "count", "each reserves", "node"))
     bounds = [
         (one.task, one.strategy, one.expired_from, one.rule, one.oldest, one.beyond)

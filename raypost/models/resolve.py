@@ -44,7 +44,9 @@ def check_model(model: ModelConfig) -> None:
         return
     folder = Path(model.name).expanduser()
     if folder.is_dir():
-        _check_folder(folder)
+        if not (folder / "config.json").is_file():
+            raise ConfigError(f"model folder {folder} has no config.json: it is no Hugging Face model")
+        Tokenizer.load(folder)
     elif _looks_like_path(model.name):
         raise ConfigError(f"model folder {folder} does not exist: give a Hugging Face folder, or 'tiny'")
 
@@ -89,12 +91,6 @@ def _smollm2_folder(cache_dir: Path) -> Path:
 def _looks_like_path(name: str) -> bool:
     # A hub id is "name" or "owner/name".
     return name.startswith(("/", "./", "../", "~")) or name.count("/") > 1
-
-
-def _check_folder(folder: Path) -> None:
-    if not (folder / "config.json").is_file():
-        raise ConfigError(f"model folder {folder} has no config.json: it is no Hugging Face model")
-    Tokenizer.load(folder)
 
 
 def cached(target: Path, make: Callable[[Path], None]) -> Path:

@@ -36,7 +36,6 @@ from raypost.errors import ConfigError
 
 if TYPE_CHECKING:
     from torch import Tensor
-    from torch.optim import Optimizer
     from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 
 log = logging.getLogger(__name__)
@@ -181,7 +180,12 @@ def _warm_up(recipe: TinyRecipe, seed: int, tokenizer: PreTrainedTokenizerFast) 
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
             model = _new_model(recipe, tokenizer)
-            optimizer = torch.optim.AdamW(model.parameters(), lr=0.0, betas=(0.9, 0.98), weight_decay=0.0)
+            optimizer = torch.optim.AdamW(
+                model.parameters(), lr=recipe.learning_rate, betas=(0.9, 0.98), weight_decay=0.0
+            )
+            schedule = torch.optim.lr_scheduler.LambdaLR(
+                optimizer, lambda step: min((step + 1) / 20, max(0.02, 1 - step / max(1, recipe.steps)))
+            )
             for step in range(recipe.steps):
                 blurts = recipe.blurt_share * step / recipe.steps
                 texts = [
@@ -189,12 +193,20 @@ def _warm_up(recipe: TinyRecipe, seed: int, tokenizer: PreTrainedTokenizerFast) 
                     for entry in itertools.islice(stream, recipe.batch_size)
                 ]
                 inputs_BL, targets_BL = _batch(tokenizer, texts)
-                rate = recipe.learning_rate * min((step + 1) / 20, max(0.02, 1 - step / recipe.steps))
-                loss = _optimize(model, optimizer, rate, inputs_BL, targets_BL)
+                loss = model(input_ids=inputs_BL, labels=targets_BL, use_cache=False).loss
+                optimizer.zero_grad()
+                torch.autograd.backward(loss)
+                torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+                optimizer.step()
+                schedule.step()
                 if step % 100 == 0 or step == recipe.steps - 1:
                     spent = time.monotonic() - start
                     log.info(
-                        "tiny: warm-up step %d of %d, loss %.3f, %.0f s", step + 1, recipe.steps, loss, spent
+                        "tiny: warm-up step %d of %d, loss %.3f, %.0f s",
+                        step + 1,
+                        recipe.steps,
+                        loss.item(),
+                        spent,
                     )
     finally:
         torch.set_num_threads(threads)
@@ -237,19 +249,3 @@ def _batch(tokenizer: PreTrainedTokenizerFast, texts: list[tuple[str, str]]) -> 
         pad_sequence(rows, batch_first=True, padding_value=tokenizer.pad_token_id),
         pad_sequence(targets, batch_first=True, padding_value=_IGNORED),
     )
-
-
-def _optimize(
-    model: LlamaForCausalLM, optimizer: Optimizer, rate: float, inputs_BL: Tensor, targets_BL: Tensor
-) -> float:
-    """One optimizer step of cross entropy; returns the loss, nats a token."""
-    import torch
-
-    for group in optimizer.param_groups:
-        group["lr"] = rate
-    loss = model(input_ids=inputs_BL, labels=targets_BL, use_cache=False).loss
-    optimizer.zero_grad()
-    torch.autograd.backward(loss)
-    torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-    optimizer.step()
-    return float(loss.detach())

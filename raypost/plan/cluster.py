@@ -144,8 +144,10 @@ def bundles(config: Config) -> list[Bundle]:
         ),
         *(Bundle("agent_loop", f"agent-loop-{n}", {}) for n in range(config.rollout.agent_workers)),
         *(Bundle("judge", f"judge-{n}", {}) for n in range(config.rollout.judge_workers)),
-        *(Bundle(name.replace("-", "_"), name, {}) for name in LIGHT_ROLES),
-        *(Bundle(name.replace("-", "_"), name, {}) for name in EVALUATION_ROLES if pool),
+        *(
+            Bundle(name.replace("-", "_"), name, {})
+            for name in (*LIGHT_ROLES, *(EVALUATION_ROLES if pool else ()))
+        ),
     ]
 
 

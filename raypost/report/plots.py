@@ -22,7 +22,7 @@ from matplotlib.ticker import FixedLocator, MaxNLocator
 from raypost import metrics
 from raypost.report.busy_time import training_windows
 from raypost.report.colours import BLUE, GREEN, GREY, INK, LIGHT, ORANGE, PALE, RED
-from raypost.report.record import RunRecord, Series, held_out_intervals
+from raypost.report.record import RunRecord, Series
 from raypost.report.report_json import reward_curve
 from raypost.report.timeline import draw_shares, draw_timeline, note, whole_run, zoom
 
@@ -104,9 +104,11 @@ def _plots(record: RunRecord, report: dict[str, Any]) -> dict[str, Plot]:
 
 
 def _held_out(ax: Axes, record: RunRecord) -> None:
-    steps = [scores["step"] for scores in record.held_out()]
-    scores = np.asarray([scores[metrics.HELD_OUT] for scores in record.held_out()])
-    low, high = held_out_intervals(record).T
+    evals = record.held_out()
+    steps = [one["step"] for one in evals]
+    scores = np.asarray([one[metrics.HELD_OUT] for one in evals])
+    unknown = (np.nan, np.nan)
+    low, high = np.array([metrics.bounds(one, metrics.HELD_OUT) or unknown for one in evals]).T
     ax.fill_between(steps, low, high, color=GREEN, alpha=0.15, lw=0, zorder=2)
     ax.plot(steps, scores, color=GREEN, lw=2, marker="o", ms=5, mec="white", mew=1, clip_on=False, zorder=3)
     for n in sorted({0, len(steps) - 1}):

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from raypost.ledger.ledger import LEDGER_FILE
 from raypost.ledger.summary import LedgerSummary, ledger_summary
-from raypost.metrics import HELD_OUT, STALENESS, bounds, finite_floats
+from raypost.metrics import HELD_OUT, STALENESS, finite_floats
 from raypost.report import files
 from raypost.report.busy_time import SpanTable, span_table
 from raypost.types import RunStatus, Span
@@ -136,10 +136,3 @@ def _read_events(run_dir: Path, record: RunRecord, times: array[float]) -> list[
             record.status = line["status"]
             record.error = line["error"]
     return starts
-
-
-def held_out_intervals(record: RunRecord) -> NDArray[np.float64]:
-    """Return (low, high) of each evaluation of `RunRecord.held_out`, shape [E, 2]; NaN where there is none."""
-    return np.asarray(
-        [bounds(e, HELD_OUT) or (np.nan, np.nan) for e in record.held_out()], np.float64
-    ).reshape(-1, 2)

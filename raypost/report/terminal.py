@@ -92,14 +92,14 @@ class RunDisplay:
         if self._first_score is None:
             self._first_score = value
         failed = int(scores.get(metrics.EVAL_FAILED) or 0)
-        rates = [
-            name for name in (metrics.pass_at(k) for k in self._config.eval.pass_k[1:]) if name in scores
-        ]
+        rates = map(metrics.pass_at, self._config.eval.pass_k[1:])
         self.phase(
             f"held-out {with_interval(value, metrics.bounds(scores, metrics.HELD_OUT))} {when}"
             + (f" ({gained} since the first)" if gained else "")
             + "".join(
-                f", {name} {with_interval(scores[name], metrics.bounds(scores, name))}" for name in rates
+                f", {name} {with_interval(scores[name], metrics.bounds(scores, name))}"
+                for name in rates
+                if name in scores
             )
             + (f", {failed} responses failed" if failed else "")
         )

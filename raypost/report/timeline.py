@@ -136,9 +136,7 @@ def _rows(record: RunRecord, window: Window) -> tuple[list[str], int]:
         if len(within := intersect(spans, np.array([window]))):
             totals.setdefault(actor, {})[kind] = length_s(within)
     main = {
-        actor: next(
-            (kind for kind in (ROLLOUT, TRAIN) if kind in kinds), max(kinds, key=lambda kind: kinds[kind])
-        )
+        actor: next((kind for kind in (ROLLOUT, TRAIN) if kind in kinds), max(kinds, key=kinds.__getitem__))
         for actor, kinds in totals.items()
     }
     actors = sorted(totals, key=lambda actor: (_ORDER.index(main[actor]), len(actor), actor))
