@@ -53,24 +53,16 @@ class TrainerGroup:
             raise ValueError(f"{len(workers)} workers, but train.num_workers is {config.train.num_workers}")
         self.workers = list(workers)
         self._train = config.train
-        self._critic = critic
+        self.critic = critic
+        """The group that trains the critic, if there is one."""
         self._reference = reference
         self._timeout_s = config.train.step_timeout_s
-        self._step = 0
+        self.step = 0
+        """The last step that was trained or restored."""
 
     def __repr__(self) -> str:
         """Return the name that logs and errors use."""
         return "trainer"
-
-    @property
-    def step(self) -> int:
-        """The last step that was trained or restored."""
-        return self._step
-
-    @property
-    def critic(self) -> TrainerGroup | None:
-        """The group that trains the critic, if there is one."""
-        return self._critic
 
     async def start(self) -> list[dict[str, Any]]:
         """Bring all ranks together and build their engines; return what each says about itself."""
@@ -80,8 +72,8 @@ class TrainerGroup:
         return infos
 
     async def _start(self) -> list[dict[str, Any]]:
-        if self._critic is not None:
-            await self._critic.start()
+        if self.critic is not None:
+            await self.critic.start()
         meeting = [self.workers[0].rendezvous.remote()]
         address, port = (await self._wait("rendezvous", meeting, self._timeout_s))[0]
         return await self._each("setup", address, port)
@@ -92,12 +84,12 @@ class TrainerGroup:
         `step` is the next one unless given. Given again after an error, a step that was trained is not
         trained again.
         """
-        step = self._step + 1 if step is None else step
-        if self._critic is not None or self._reference is not None:
+        step = self.step + 1 if step is None else step
+        if self.critic is not None or self._reference is not None:
             return await self._fit_call_by_call(batch_ref, step)
         fits = [worker.fit.remote(batch_ref, step) for worker in self.workers]
         metrics: dict[str, float] = (await self._wait("fit", fits, self._timeout_s))[0]
-        self._step = step
+        self.step = step
         return metrics
 
     async def _fit_call_by_call(self, batch_ref: ray.ObjectRef, step: int) -> dict[str, float]:
@@ -105,7 +97,7 @@ class TrainerGroup:
 
         If the critic trained and then the policy failed, a repeat of the step does not train the critic again.
         """
-        critic = self._critic
+        critic = self.critic
         values = await critic.compute_values(batch_ref) if critic is not None else None
         old, ref = await asyncio.gather(
             self.compute_old_logprobs(batch_ref) if self._train.needs_old_logprobs else _nothing(),
@@ -164,10 +156,10 @@ class TrainerGroup:
 
         `TrainConfig.needs_old_logprobs` and `needs_ref_logprobs` say which refs are required.
         """
-        step = self._step + 1 if step is None else step
+        step = self.step + 1 if step is None else step
         metrics: dict[str, float]
         metrics = (await self._each("train", batch_ref, step, advantages, old_logprobs, ref_logprobs))[0]
-        self._step = step
+        self.step = step
         return metrics
 
     async def train_values(
@@ -182,9 +174,9 @@ class TrainerGroup:
 
         `values`: what `compute_values` returned.
         """
-        step = self._step + 1 if step is None else step
+        step = self.step + 1 if step is None else step
         metrics = (await self._each("train_values", batch_ref, step, advantages, values))[0]
-        self._step = step
+        self.step = step
         return {name if "value" in name else f"critic_{name}": value for name, value in metrics.items()}
 
     # ---------------------------------------------------------------- weights and state
@@ -203,16 +195,15 @@ class TrainerGroup:
     async def save(self, path: Path | str) -> None:
         """Write weights, optimizer and random state below `path`, which every rank must see."""
         await self._each("save", str(path))
-        if self._critic is not None:
-            await self._critic.save(Path(path) / _CRITIC)
+        if self.critic is not None:
+            await self.critic.save(Path(path) / _CRITIC)
 
     async def load(self, path: Path | str) -> int:
         """Restore what `save` wrote; return the step after which it was saved. Raises CheckpointError."""
-        if self._critic is not None:
-            await self._critic.load(Path(path) / _CRITIC)
-        steps = await self._each("load", str(path))
-        self._step = steps[0]
-        return self._step
+        if self.critic is not None:
+            await self.critic.load(Path(path) / _CRITIC)
+        self.step = (await self._each("load", str(path)))[0]
+        return self.step
 
     async def save_hf(self, path: Path | str, ema: bool = False) -> None:
         """Write the model and its tokenizer as a Hugging Face folder.
@@ -226,19 +217,19 @@ class TrainerGroup:
 
         Until `reload`, calls that need a model (steps, publications, checkpoints) are refused.
         """
-        if self._critic is not None:
-            await self._critic.offload()
+        if self.critic is not None:
+            await self.critic.offload()
         await self._each("offload")
 
     async def reload(self) -> None:
         """Take the devices back. Engines that used them meanwhile must sleep."""
-        if self._critic is not None:
-            await self._critic.reload()
+        if self.critic is not None:
+            await self.critic.reload()
         await self._each("reload")
 
     async def shutdown(self) -> None:
         """Leave the process group and end the actors, also those that do not answer."""
-        for other in (self._critic, self._reference):
+        for other in (self.critic, self._reference):
             if other is not None:
                 await other.shutdown()
         try:

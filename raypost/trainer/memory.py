@@ -26,7 +26,8 @@ def memory_named(micro: MicroBatch, where: str) -> Iterator[None]:
     try:
         yield
     except (RuntimeError, MemoryError) as error:
-        if not is_out_of_memory(error):
+        known = isinstance(error, MemoryError | torch.OutOfMemoryError)
+        if not known and _CPU_ALLOCATOR not in str(error):
             raise
         raise BatchMemoryError(
             f"{where}: out of memory in a micro-batch of {micro.num_inputs} tokens, {micro.num_trained} trained, of "
@@ -34,11 +35,6 @@ def memory_named(micro: MicroBatch, where: str) -> Iterator[None]:
             "train.micro_batch_tokens or train.logits_mb, set train.gradient_checkpointing or "
             f"train.offload_optimizer, or raise train.zero_stage or train.num_workers ({error!s:.200})"
         ) from error
-
-
-def is_out_of_memory(error: BaseException) -> bool:
-    """Return whether PyTorch, or Python, found no memory."""
-    return isinstance(error, MemoryError | torch.OutOfMemoryError) or _CPU_ALLOCATOR in str(error)
 
 
 def group_names(samples: Sequence[Sample]) -> list[str]:

@@ -18,7 +18,6 @@ from raypost.trainer.batch.packing import (
     Unit,
     make_units,
     micro_batches,
-    plan_micro_batches,
     spread,
 )
 from raypost.trainer.batch.train_batch import Limits, plan_batch
@@ -112,7 +111,7 @@ def test_a_sample_that_fits_nowhere_is_named() -> None:
     with pytest.raises(
         ValueError, match=r"group \('task', 3\) sample 0 has 41 tokens, more than .*tokens 40"
     ):
-        plan_micro_batches(samples, 2, RULES["shared"])
+        micro_batches(samples, 0, 2, RULES["shared"])
 
 
 @pytest.mark.parametrize("kind", RULES)

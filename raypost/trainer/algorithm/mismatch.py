@@ -61,16 +61,16 @@ class LagSums:
         `step_ratio_T` and `clipped_T` of tokens that are not kept are not read.
         """
         total = cls.zero()
-        gap_T = np.asarray(trainer_T, np.float64) - np.asarray(rollout_T, np.float64)
+        gap_T = trainer_T - rollout_T
         limited_T = np.clip(gap_T, -_LOG_LIMIT, _LOG_LIMIT)
         ratio_T, size_T = np.exp(limited_T), np.abs(gap_T)
         k3_T = np.expm1(limited_T) - limited_T
         of_all = np.stack([np.ones_like(gap_T), size_T, -gap_T, k3_T, ratio_T, ratio_T**2])
-        of_kept = np.stack([np.asarray(weights_T, np.float64), of_all[0], clipped_T, step_ratio_T])
-        lags_T, kept_T = np.clip(lags_T, 0, MAX_LAG), np.asarray(keep_T, bool)
+        of_kept = np.stack([weights_T, of_all[0], clipped_T, step_ratio_T])
+        lags_T = np.clip(lags_T, 0, MAX_LAG)
         for lag in np.flatnonzero(np.bincount(lags_T, minlength=MAX_LAG + 1)):
             here = lags_T == lag
-            kept = here & kept_T
+            kept = here & keep_T
             total.sums[lag] = [*of_all[:, here].sum(1), *of_kept[:, kept].sum(1)]
             ratios, steps = ratio_T[here], of_kept[-1, kept]
             extremes = size_T[here], ratios, -ratios, steps, -steps

@@ -179,7 +179,8 @@ def spread(units: Sequence[Unit], world_size: int, rule: PackingRule) -> list[li
         if loads[busiest] * world_size <= _UNEVEN * sum(loads) or not shared:
             return ranks
         largest = max(shared, key=lambda unit: unit.cost(rule))
-        halves = _halves(largest)
+        order = sorted(largest.samples, key=lambda sample: -sample.num_inputs)
+        halves = [Unit(tuple(order[0::2])), Unit(tuple(order[1::2]))]
         split = [unit for unit in units if unit is not largest] + halves
         if max(_assigned(split, world_size, rule)[1]) >= loads[busiest]:
             return ranks
@@ -197,11 +198,6 @@ def _assigned(
         loads[rank] += costs[i]
         ranks[rank].append(units[i])
     return ranks, loads
-
-
-def _halves(unit: Unit) -> list[Unit]:
-    order = sorted(unit.samples, key=lambda sample: -sample.num_inputs)
-    return [Unit(tuple(order[0::2])), Unit(tuple(order[1::2]))]
 
 
 def fill(units: Sequence[Unit], rule: PackingRule) -> list[list[Unit]]:
@@ -224,23 +220,15 @@ def fill(units: Sequence[Unit], rule: PackingRule) -> list[list[Unit]]:
     return batches
 
 
-def plan_micro_batches(
-    samples: Sequence[Sample], world_size: int, rule: PackingRule
-) -> list[list[list[Unit]]]:
-    """Return units by [rank][micro-batch], equally many on every rank and at least one. An empty list is a filler."""
-    ranks = [fill(units, rule) for units in spread(make_units(samples, rule), world_size, rule)]
-    most = max(1, *map(len, ranks))
-    for batches in ranks:
-        batches.extend([] for _ in range(most - len(batches)))
-    return ranks
-
-
 def micro_batches(
     samples: Sequence[Sample], rank: int, world_size: int, rule: PackingRule
 ) -> list[MicroBatch]:
     """Return this rank's micro-batches of one minibatch, at least one, equally many on every rank."""
+    ranks = [fill(units, rule) for units in spread(make_units(samples, rule), world_size, rule)]
+    most = max(1, *map(len, ranks))
+    fillers: list[list[Unit]] = [[] for _ in range(most - len(ranks[rank]))]
     build = _packed if rule.packed else _padded
-    return [build(units) for units in plan_micro_batches(samples, world_size, rule)[rank]]
+    return [build(units) for units in ranks[rank] + fillers]
 
 
 def _packed(units: list[Unit]) -> MicroBatch:
@@ -299,8 +287,7 @@ def _micro_batch(
     index: list[NDArray[np.int64]],
 ) -> MicroBatch:
     def flat(parts: Sequence[NDArray[Any]], dtype: type[Number]) -> NDArray[Number]:
-        whole: NDArray[Any] = np.concatenate([np.empty(0), *parts])
-        return whole.astype(dtype)
+        return np.concatenate([np.empty(0, dtype), *parts], dtype=dtype)
 
     states = [(sample.state, sample.state.response_mask) for sample in samples]
     params = [state.sample_params for state, _ in states]
