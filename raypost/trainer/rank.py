@@ -90,6 +90,8 @@ class Objective:
     supervised: Supervised | None = None
 
 
+Work = tuple[MicroBatch, dict[int, float], LossOf]
+"""A micro-batch of an optimizer step, what a trained token counts by the id of its sample, and its loss."""
 Inputs = TypeVar("Inputs")
 """What a model is trained on, in addition to the batch."""
 
@@ -126,15 +128,11 @@ class Rank(ABC, Generic[Inputs, Output]):
         if train.packing:
             check_packing(self._engine, module, config.max_model_len)
         self._host_states = HostStates(self._engine.device)
-        self._step = 0
+        self.step = 0
+        """The last step that was trained."""
         self._skipped_steps = 0
         self._metrics: dict[str, float] = {}
         self._planned: tuple[PackedGroups, TrainBatch] | None = None
-
-    @property
-    def step(self) -> int:
-        """The last step that was trained."""
-        return self._step
 
     def close(self) -> None:
         """Leave the process group. The rank is of no use afterwards."""
@@ -199,10 +197,10 @@ class Rank(ABC, Generic[Inputs, Output]):
         `skipped_steps` counts optimizer steps that were not made since the start, because nothing was trainable or
         a gradient was not finite. Raises LedgerError for a step that lies before the last one.
         """
-        if step == self._step and self._metrics:
+        if step == self.step and self._metrics:
             return self._metrics
-        if step <= self._step:
-            raise LedgerError(f"step {step} cannot be trained: step {self._step} was the last one")
+        if step <= self.step:
+            raise LedgerError(f"step {step} cannot be trained: step {self.step} was the last one")
         start, batch, norms = time.monotonic(), self._plan(packed), []
         objective = self._objective(packed, step, inputs)
         torch.manual_seed(self._config.seed * 1_000_003 + step)
@@ -212,11 +210,15 @@ class Rank(ABC, Generic[Inputs, Output]):
         self._engine.set_learning_rate(rate)
         for update, groups in enumerate(batch.minibatches * self._train.num_epochs):
             samples = [sample for group in groups for sample in group]
-            others = [] if objective.supervised is None else objective.supervised.updates[update]
-            if not samples and not others:
+            work = self._work(objective, samples)
+            others: list[Sample] = []
+            if objective.supervised is not None:
+                others = objective.supervised.updates[update]
+                work += self._work(Objective(objective.supervised.loss_of, objective.statistics), others)
+            if not work:
                 self._skip(step, samples, "nothing is trainable")
                 continue
-            self._accumulate(self._work(objective, samples, others), step)
+            self._accumulate(work, step)
             norm = self._engine.apply()
             if math.isfinite(norm):
                 norms.append(norm)
@@ -232,7 +234,7 @@ class Rank(ABC, Generic[Inputs, Output]):
         step_s = time.monotonic() - start
         speed = figures[metrics.RESPONSE_TOKENS] / step_s
         self._metrics = figures | {metrics.STEP_S: step_s, metrics.TOKENS_PER_S: speed}
-        self._step = step
+        self.step = step
         self._planned = None
         return self._metrics
 
@@ -243,27 +245,17 @@ class Rank(ABC, Generic[Inputs, Output]):
     def _updated(self) -> None:
         """React to a train step that moved the weights."""
 
-    def _work(
-        self, objective: Objective, samples: list[Sample], others: list[Sample]
-    ) -> list[tuple[MicroBatch, dict[int, float], LossOf]]:
-        """Return the micro-batches of one optimizer step, equally many on every rank; `others` are supervised.
+    def _work(self, objective: Objective, samples: list[Sample]) -> list[Work]:
+        """Return the micro-batches of one optimizer step, equally many on every rank; none without samples."""
+        if not samples:
+            return []
+        lengths = [sample.num_trained for sample in samples]
+        scales_N = sequence_scales(objective.aggregation, lengths, objective.constant_length)
+        scale_of = {id(sample): float(scale) for sample, scale in zip(samples, scales_N, strict=True)}
+        computed = [sample for sample in samples if objective.active is None or objective.active(sample)]
+        return [(micro, scale_of, objective.loss_of) for micro in self._micro_batches(computed)]
 
-        Each with its loss, and what a trained token counts there by the id of its sample.
-        """
-        work: list[tuple[MicroBatch, dict[int, float], LossOf]] = []
-        if samples:
-            lengths = [sample.num_trained for sample in samples]
-            scales = sequence_scales(objective.aggregation, lengths, objective.constant_length)
-            computed = [sample for sample in samples if objective.active is None or objective.active(sample)]
-            scale_of = _by_sample(samples, scales)
-            work += [(micro, scale_of, objective.loss_of) for micro in self._micro_batches(computed)]
-        if others and objective.supervised is not None:
-            scales = sequence_scales("token", [sample.num_trained for sample in others])
-            scale_of = _by_sample(others, scales)
-            work += [(micro, scale_of, objective.supervised.loss_of) for micro in self._micro_batches(others)]
-        return work
-
-    def _accumulate(self, work: list[tuple[MicroBatch, dict[int, float], LossOf]], step: int) -> None:
+    def _accumulate(self, work: list[Work], step: int) -> None:
         for number, (micro, scale_of, loss_of) in enumerate(work, 1):
             scales_N = np.asarray([scale_of[id(sample)] for sample in micro.samples], np.float32)
             with memory_named(micro, f"step {step}, rank {self._rank}"):
@@ -285,7 +277,7 @@ class Rank(ABC, Generic[Inputs, Output]):
 
     def save(self, path: Path) -> None:
         """Write optimizer, weights, step and random state below `path`; every rank writes its shard."""
-        self._engine.save(path, {"step": self._step, "skipped_steps": self._skipped_steps})
+        self._engine.save(path, {"step": self.step, "skipped_steps": self._skipped_steps})
         save_random_state(path, self._rank)
 
     def load(self, path: Path) -> int:
@@ -293,11 +285,11 @@ class Rank(ABC, Generic[Inputs, Output]):
         state = self._engine.load(path)
         if not load_random_state(path, self._rank):
             log.warning("%s has no random state of rank %d: it was saved with fewer ranks", path, self._rank)
-        self._step = int(state["step"])
+        self.step = int(state["step"])
         self._skipped_steps = int(state["skipped_steps"])
         self._metrics = {}
         self._planned = None
-        return self._step
+        return self.step
 
 
 def batch_metrics(batch: TrainBatch) -> dict[str, float]:
@@ -310,7 +302,3 @@ def batch_metrics(batch: TrainBatch) -> dict[str, float]:
         figures[metrics.RESPONSE_TOKENS_MEAN] = tokens / len(samples)
     figures[metrics.LEFT_OUT] = float(len(batch.left_out))
     return figures
-
-
-def _by_sample(samples: Sequence[Sample], scales_N: NDArray[np.float64]) -> dict[int, float]:
-    return {id(sample): float(scale) for sample, scale in zip(samples, scales_N, strict=True)}
