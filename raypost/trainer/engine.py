@@ -26,12 +26,10 @@ from pathlib import Path
 from typing import Any, Generic, Literal, TypeVar
 
 import deepspeed
-import numpy as np
 import torch
 import torch.distributed as dist
 from deepspeed.utils import logger as deepspeed_logger
 from deepspeed.utils import safe_get_full_fp32_param, safe_set_full_fp32_param
-from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from raypost.config import Config
@@ -134,13 +132,6 @@ class TrainEngine(Generic[Output]):
         else:
             self._engine.zero_grad()
         return norm
-
-    def summed(self, column: NDArray[np.float32]) -> NDArray[np.float32]:
-        """Return the sum of the array over all ranks."""
-        tensor = torch.from_numpy(column).to(self.device)
-        dist.all_reduce(tensor)
-        result: NDArray[np.float32] = tensor.cpu().numpy()
-        return result
 
     # ---------------------------------------------------------------- weights
 

@@ -22,6 +22,7 @@ from typing import Any, Generic, Protocol, TypeVar
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from numpy.typing import NDArray
 from torch import Tensor
 from transformers import PreTrainedModel
@@ -32,6 +33,7 @@ from raypost.config.algorithm import Aggregation
 from raypost.errors import LedgerError
 from raypost.packed import PackedGroups
 from raypost.trainer.algorithm.losses import sequence_scales
+from raypost.trainer.algorithm.statistics import all_reduce
 from raypost.trainer.batch.packing import MicroBatch, PackingRule, micro_batches
 from raypost.trainer.batch.train_batch import Column, Limits, Sample, TrainBatch, plan_batch
 from raypost.trainer.engine import Kind, Output, TrainEngine, start_process_group
@@ -178,7 +180,7 @@ class Rank(ABC, Generic[Inputs, Output]):
             for micro in self._micro_batches(samples):
                 with memory_named(micro, f"rank {self._rank}"):
                     column[micro.places_T] = compute(micro).float().cpu().numpy()
-        return self._engine.summed(column)
+        return all_reduce(column, dist.ReduceOp.SUM, self._engine.device)
 
     def _tensor(self, array: NDArray[Any]) -> Tensor:
         return torch.from_numpy(array).to(self._engine.device)

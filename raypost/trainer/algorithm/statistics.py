@@ -71,10 +71,10 @@ class PolicyStatistics:
 
     def reduce(self, device: torch.device) -> None:
         """Add up the statistics of all ranks, on each. A collective."""
-        self._sums = _all_reduce(self._sums, dist.ReduceOp.SUM, device)
+        self._sums = all_reduce(self._sums, dist.ReduceOp.SUM, device)
         self._lags = LagSums(
-            _all_reduce(self._lags.sums, dist.ReduceOp.SUM, device),
-            _all_reduce(self._lags.maxima, dist.ReduceOp.MAX, device),
+            all_reduce(self._lags.sums, dist.ReduceOp.SUM, device),
+            all_reduce(self._lags.maxima, dist.ReduceOp.MAX, device),
         )
 
     def metrics(self, num_minibatches: int) -> dict[str, float]:
@@ -120,7 +120,7 @@ class ValueStatistics:
 
     def reduce(self, device: torch.device) -> None:
         """Add up the statistics of all ranks, on each. A collective."""
-        self._sums = _all_reduce(self._sums, dist.ReduceOp.SUM, device)
+        self._sums = all_reduce(self._sums, dist.ReduceOp.SUM, device)
 
     def metrics(self, num_minibatches: int) -> dict[str, float]:
         """Return the figures of a step: value_loss, value_mean, return_mean, value_clip_fraction, explained_variance.
@@ -142,7 +142,8 @@ class ValueStatistics:
         return {name: float(value) for name, value in figures.items() if math.isfinite(value)}
 
 
-def _all_reduce(values: np.ndarray, op: dist.ReduceOp.RedOpType, device: torch.device) -> np.ndarray:
+def all_reduce(values: np.ndarray, op: dist.ReduceOp.RedOpType, device: torch.device) -> np.ndarray:
+    """Return the sum, or another reduction, of an array over all ranks. A collective."""
     tensor = torch.from_numpy(values).to(device)
     dist.all_reduce(tensor, op=op)
     return tensor.cpu().numpy()

@@ -143,10 +143,9 @@ def _attend(
         row.blocks, q_parts, torch.split(k, sizes), torch.split(v, sizes), strict=True
     ):
         mask_QK = _mask(row, block, sliding_window, query.device)
-        q_NHQD, k_NHKD, v_NHKD = (
-            torch.unflatten(q_part, 0, (block.size, block.queries)).transpose(1, 2),
-            torch.unflatten(k_part, 0, (block.size, block.keys)).transpose(1, 2),
-            torch.unflatten(v_part, 0, (block.size, block.keys)).transpose(1, 2),
+        q_NHQD = torch.unflatten(q_part, 0, (block.size, block.queries)).transpose(1, 2)
+        k_NHKD, v_NHKD = (
+            torch.unflatten(part, 0, (block.size, block.keys)).transpose(1, 2) for part in (k_part, v_part)
         )
         if softcap is not None:
             out_NHQD = _capped(q_NHQD, k_NHKD, v_NHKD, mask_QK, scaling, softcap)
