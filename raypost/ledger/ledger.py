@@ -29,7 +29,7 @@ import numpy as np
 from raypost.errors import CheckpointError, LedgerError
 from raypost.ledger.events import DROPPED, NOTES, LedgerEvent
 from raypost.ledger.journal import Journal
-from raypost.types import Group, GroupCounts, GroupKey, RolloutState, Status
+from raypost.types import Group, GroupCounts, GroupKey, Status
 
 LEDGER_FILE = "ledger.jsonl"
 """Name of the journal in the run folder."""
@@ -105,41 +105,21 @@ def group_facts(group: Group) -> dict[str, Any]:
     finish reason. aborts: interruptions by a pause, of all members.
     """
     states = group.states
-    facts: dict[str, Any] = {"tokens": [len(state.response_ids) for state in states]}
-    versions = _version_counts(states)
-    if versions:
-        facts["versions"] = versions
-    engines = {state.worker for state in states if state.worker}
-    if engines:
-        facts["engines"] = sorted(engines)
+    # Versions begin at -1.
+    counts = np.bincount(np.concatenate([state.policy_versions for state in states]) + 1)
     rewards = [state.reward for state in states]
-    if any(reward is not None for reward in rewards):
+    facts = {
+        "tokens": [len(state.response_ids) for state in states],
+        "versions": {str(at - 1): int(counts[at]) for at in np.flatnonzero(counts)},
+        "engines": sorted({state.worker for state in states if state.worker}),
         # JSON has no number that is not finite.
-        facts["rewards"] = [one if one is not None and math.isfinite(one) else None for one in rewards]
-    finish: dict[str, int] = {}
-    for state in states:
-        if state.finish_reason:
-            finish[state.finish_reason] = finish.get(state.finish_reason, 0) + 1
-    if finish:
-        facts["finish"] = finish
-    aborts = sum([state.num_aborts for state in states])
-    if aborts:
-        facts["aborts"] = aborts
-    return facts
-
-
-def _version_counts(states: Sequence[RolloutState]) -> dict[str, int]:
-    """Count response tokens by policy version. A trajectory has few runs of one version, so those are counted."""
-    versions = np.concatenate([state.policy_versions for state in states])
-    if not len(versions):
-        return {}
-    ends = [*np.flatnonzero(versions[1:] != versions[:-1]).tolist(), len(versions) - 1]
-    counts: dict[int, int] = {}
-    start = -1
-    for version, end in zip(versions[ends].tolist(), ends, strict=True):
-        counts[version] = counts.get(version, 0) + end - start
-        start = end
-    return {str(version): counts[version] for version in sorted(counts)}
+        "rewards": [one if one is not None and math.isfinite(one) else None for one in rewards],
+        "finish": dict(Counter(state.finish_reason for state in states if state.finish_reason)),
+        "aborts": sum(state.num_aborts for state in states),
+    }
+    if not any(reward is not None for reward in rewards):
+        del facts["rewards"]
+    return {name: fact for name, fact in facts.items() if fact}
 
 
 class Ledger:
