@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
 from raypost.packed import PackedGroups
 from raypost.pause import PauseMode
@@ -134,8 +134,7 @@ class WeightSink(Protocol):
         ...
 
 
-@dataclass(slots=True, kw_only=True, frozen=True)
-class ExpiredGroup:
+class ExpiredGroup(NamedTuple):
     """A group that grew too old; `stored` if it stays in the buffer to be generated again."""
 
     key: GroupKey

@@ -34,7 +34,7 @@ from typing import Any, NamedTuple
 import xxhash
 
 from raypost.buffer.encoding import from_buffer, to_buffers
-from raypost.buffer.state import BufferState, Change, decode_change
+from raypost.buffer.state import BufferState, Change, decode_change, tupled
 from raypost.errors import CheckpointError
 from raypost.packed import PackedGroups, join_groups, slice_groups
 from raypost.types import GroupKey
@@ -334,11 +334,9 @@ class BufferJournal:
         Yields its groups, read from disk. Raises CheckpointError naming damaged data.
         """
         self._state = state
-        for record in self._records:
+        for record in map(tupled, self._records):
             if "change" in record:
                 record["change"] = decode_change(record["change"])
-            if "moved" in record:
-                record["moved"] = [(task, group_id) for task, group_id in record["moved"]]
             self._apply(record)
         self._records = []
         for number, file in self._files.items():

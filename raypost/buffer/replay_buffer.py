@@ -155,7 +155,7 @@ class ReplayBuffer:
         if kept or gone:
             change: Change = {"put": kept, "gone": gone}
             if claim:
-                change["expired"] = (claim, [(one.key, one.stored, one.mean_tokens) for one in expired])
+                change["expired"] = (claim, expired)
             self._commit(change, join_groups(parts) if parts else None)
         return expired
 

@@ -7,7 +7,7 @@ again. A change is made of JSON values and applied as a whole.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from itertools import groupby
 from typing import Any, NamedTuple, TypedDict
 
@@ -41,8 +41,8 @@ class Change(TypedDict, total=False):
     """(step, groups of its batch, their staleness)."""
     ack: int
     """Leases up to this step are trained."""
-    expired: tuple[int, Sequence[tuple[GroupKey, bool, float]]]
-    """(claim, the groups that its refresh found expired as in `ExpiredGroup`)."""
+    expired: tuple[int, list[ExpiredGroup]]
+    """(claim, the groups that its refresh found expired)."""
     trained: dict[str, list[list[int]]]
     """Ranges of the trained groups of a task."""
     reclaimed: Sequence[GroupKey]
@@ -161,9 +161,7 @@ class BufferState:
         return keys
 
     def _set_fields(self, change: Change) -> None:
-        if "expired" in change:
-            claim, facts = change["expired"]
-            self.expired = (claim, [ExpiredGroup(key=k, stored=s, mean_tokens=m) for k, s, m in facts])
+        self.expired = change.get("expired", self.expired)
         for task, ranges in change.get("trained", {}).items():
             self.trained[task] = OrdinalSet(ranges)
         self.reclaimed = tuple(change.get("reclaimed", self.reclaimed))
@@ -179,10 +177,9 @@ class BufferState:
         yield {"out": (self.claim, ()), "ack": self.acknowledged}
         for step, (keys, staleness) in self.leases.items():
             yield {"lease": (step, keys, staleness)}
-        claim, expired = self.expired
         yield {
             "trained": {task: ordinals.ranges() for task, ordinals in self.trained.items()},
-            "expired": (claim, [(one.key, one.stored, one.mean_tokens) for one in expired]),
+            "expired": self.expired,
             "reclaimed": self.reclaimed,
             "full": self.full,
             "next": self.next,
@@ -191,31 +188,20 @@ class BufferState:
 
 
 def decode_change(raw: dict[str, Any]) -> Change:
-    """Return the change that was written as these JSON values."""
-    change: Change = {**raw}  # type: ignore[typeddict-item]  # what JSON has as lists follows
+    """Return the change that was written as these JSON values, with tuples in place of lists."""
+    change: Change = {**raw}  # type: ignore[typeddict-item]  # named tuples follow
     if "put" in change:
         change["put"] = [
-            StoredGroup(_key(key), sequence, Status(status), *facts)
-            for key, sequence, status, *facts in raw["put"]
+            StoredGroup(key, sequence, Status(status), *facts) for key, sequence, status, *facts in raw["put"]
         ]
-    if "gone" in change:
-        change["gone"] = _keys(raw["gone"])
-    if "reclaimed" in change:
-        change["reclaimed"] = _keys(raw["reclaimed"])
-    if "out" in change:
-        change["out"] = (raw["out"][0], _keys(raw["out"][1]))
-    if "lease" in change:
-        step, keys, staleness = raw["lease"]
-        change["lease"] = (step, _keys(keys), staleness)
     if "expired" in change:
-        claim, facts = raw["expired"]
-        change["expired"] = (claim, [(_key(key), stored, mean) for key, stored, mean in facts])
+        claim, groups = raw["expired"]
+        change["expired"] = (claim, [ExpiredGroup(*facts) for facts in groups])
     return change
 
 
-def _key(values: Sequence[Any]) -> GroupKey:
-    return (values[0], values[1])
-
-
-def _keys(values: Iterable[Sequence[Any]]) -> list[GroupKey]:
-    return [_key(one) for one in values]
+def tupled(value: Any) -> Any:
+    """Return JSON values with tuples in place of lists."""
+    if isinstance(value, dict):
+        return {name: tupled(one) for name, one in value.items()}
+    return tuple(map(tupled, value)) if isinstance(value, list) else value
