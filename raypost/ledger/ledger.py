@@ -130,10 +130,8 @@ class Ledger:
         self._journal = None if journal is None else Journal(journal)
         self._clock = clock
         self._live: dict[GroupKey, _LiveGroup] = {}
-        self._places: Counter[GroupPlace] = Counter()
         self._leases: dict[int, list[GroupKey]] = {}
         self._ended: dict[str, OrdinalSet] = {}
-        self._sampled = 0
         self._totals: Counter[LedgerEvent] = Counter()
         self._write(LedgerEvent.STARTED, None, {})
 
@@ -144,18 +142,16 @@ class Ledger:
         if key in self._live or self._has_ended(key):
             raise LedgerError(f"group {key} was sampled twice: the sampler's position went back")
         self._live[key] = _LiveGroup(GroupPlace.IN_FLIGHT)
-        self._places[GroupPlace.IN_FLIGHT] += 1
-        self._sampled += 1
         self._write(LedgerEvent.SAMPLED, key, {})
 
     def continued(self, key: GroupKey) -> None:
         """Note that a buffered group is in flight again."""
-        self._place(self._entry(key, _BUFFERED, GroupPlace.IN_FLIGHT), GroupPlace.IN_FLIGHT)
+        self._entry(key, _BUFFERED, GroupPlace.IN_FLIGHT).place = GroupPlace.IN_FLIGHT
         self._write(LedgerEvent.CONTINUED, key, {})
 
     def stored(self, key: GroupKey, status: Status, **facts: Any) -> None:
         """Note that a group is in the buffer with `status`, from flight or because its status changed there."""
-        self._place(self._entry(key, _UNTRAINED, GroupPlace.BUFFERED), GroupPlace.BUFFERED)
+        self._entry(key, _UNTRAINED, GroupPlace.BUFFERED).place = GroupPlace.BUFFERED
         self._write(LedgerEvent.STORED, key, {"status": status.value, **facts})
 
     def dropped(self, key: GroupKey, reason: Status, **facts: Any) -> None:
@@ -181,7 +177,7 @@ class Ledger:
                 )
         for key, entry, age in zip(keys, entries, staleness, strict=True):
             if entry.place is GroupPlace.BUFFERED:
-                self._place(entry, GroupPlace.LEASED)
+                entry.place = GroupPlace.LEASED
                 entry.step = step
                 self._leases.setdefault(step, []).append(key)
                 self._write(LedgerEvent.LEASED, key, {"step": step, "staleness": age})
@@ -214,13 +210,8 @@ class Ledger:
             )
         return entry
 
-    def _place(self, entry: _LiveGroup, to: GroupPlace) -> None:
-        self._places[entry.place] -= 1
-        self._places[to] += 1
-        entry.place = to
-
     def _end(self, key: GroupKey, how: LedgerEvent, facts: dict[str, Any]) -> None:
-        self._places[self._live.pop(key).place] -= 1
+        del self._live[key]
         task, group_id = key
         self._ended.setdefault(task, OrdinalSet()).add(group_id)
         self._totals[how] += 1
@@ -246,8 +237,15 @@ class Ledger:
 
     def believed(self) -> GroupCounts:
         """Return all counts as the ledger alone knows them: they always add up."""
-        buffered = self._places[GroupPlace.BUFFERED] + self._places[GroupPlace.LEASED]
-        return self.counts(buffered, self._places[GroupPlace.IN_FLIGHT])
+        in_flight = self._num_in_flight()
+        return self.counts(len(self._live) - in_flight, in_flight)
+
+    def _num_in_flight(self) -> int:
+        return sum(place is GroupPlace.IN_FLIGHT for _, place in self.live())
+
+    @property
+    def _sampled(self) -> int:
+        return len(self._live) + self._totals.total()
 
     def live(self) -> Iterator[tuple[GroupKey, GroupPlace]]:
         """Yield every group that has not ended, and where it is."""
@@ -284,11 +282,9 @@ class Ledger:
 
         Raises LedgerError while groups are in flight.
         """
-        if self._places[GroupPlace.IN_FLIGHT]:
+        if in_flight := self._num_in_flight():
             first = next(key for key, place in self.live() if place is GroupPlace.IN_FLIGHT)
-            raise LedgerError(
-                f"{self._places[GroupPlace.IN_FLIGHT]} groups are in flight, for instance {first}: pause before saving"
-            )
+            raise LedgerError(f"{in_flight} groups are in flight, for instance {first}: pause before saving")
         self._write(LedgerEvent.SAVED, None, {"sampled": self._sampled, "live": len(self._live)})
         return {
             "sampled": self._sampled,
@@ -324,10 +320,8 @@ class Ledger:
                 f"ledger state does not add up: {sampled} sampled, {num_ended} ended ({dict(state['totals'])}), "
                 f"{len(live)} live"
             )
-        self._sampled = sampled
         self._totals = totals
         self._ended = ended
         self._live = live
-        self._places = Counter({GroupPlace.BUFFERED: len(live)})
         self._leases = {}
         self._write(LedgerEvent.RESTORED, None, {"offset": offset, "sampled": sampled, "live": len(live)})
