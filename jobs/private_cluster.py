@@ -28,8 +28,6 @@ import sys
 import tempfile
 import threading
 import time
-import urllib.error
-import urllib.request
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -190,13 +188,11 @@ class PrivateCluster:
         address_file = self._folder / "r" / "ray_current_cluster"
         # ray start writes this file last, once GCS, raylet and dashboard have answered it.
         self.address = self._wait_for("the head", deadline, lambda: _read(address_file))
-        self._wait_for("the GCS port", deadline, lambda: _connects(self.address))
         if self.dashboard:
             head_log_file = self._folder / "head.log"
             self.dashboard_url = self._wait_for(
                 "the dashboard's address", deadline, lambda: _dashboard_url(head_log_file)
             )
-            self._wait_for("the dashboard", deadline, lambda: _answers(self.dashboard_url, self.token))
 
     def _command(self) -> list[str]:
         assert self._folder is not None
@@ -306,29 +302,9 @@ def _read(path: Path) -> str:
     return path.read_text().strip() if path.exists() else ""
 
 
-def _connects(address: str) -> bool:
-    host, port = address.rsplit(":", 1)
-    try:
-        with socket.create_connection((host, int(port)), timeout=2.0):
-            return True
-    except OSError:
-        return False
-
-
 def _dashboard_url(log_file: Path) -> str:
     match = re.search(r"RAY_API_SERVER_ADDRESS='(http://[^']+)'", log_file.read_text(errors="replace"))
     return match.group(1) if match else ""
-
-
-def _answers(url: str, token: str) -> bool:
-    request = urllib.request.Request(f"{url}/api/version", headers={"Authorization": f"Bearer {token}"})
-    # The user's proxy is not for loopback.
-    opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
-    try:
-        with opener.open(request, timeout=2.0) as response:
-            return bool(response.status == 200)
-    except (urllib.error.URLError, OSError):
-        return False
 
 
 def _die_with_parent() -> Callable[[], None] | None:
