@@ -259,7 +259,6 @@ def remote(
     *,
     timeout_s: float,
     timeouts_s: Mapping[str, float | None] | None = None,
-    tries: int | None = None,
     many: Mapping[str, int] | None = None,
 ) -> R:
     """Return a named actor as the role it plays; several names are a pool of interchangeable actors.
@@ -269,9 +268,9 @@ def remote(
     """
     made: Remote | RemotePool
     if isinstance(name, str):
-        made = Remote(name, timeout_s, tries or 1, many, timeouts_s)
+        made = Remote(name, timeout_s, many, timeouts_s)
     else:
-        made = RemotePool(name, timeout_s, tries or POOL_TRIES, many)
+        made = RemotePool(name, timeout_s, many=many)
     return cast(R, made)
 
 
@@ -285,19 +284,16 @@ class Remote:
         self,
         name: str,
         timeout_s: float,
-        tries: int = 1,
         many: Mapping[str, int] | None = None,
         timeouts_s: Mapping[str, float | None] | None = None,
     ) -> None:
         """Refer to the actor `name`; it is looked up at the first call.
 
-        `tries` above 1 repeat a call whose actor died or restarts: its calls must be idempotent. `many` are the
-        methods whose calls travel together, with how many of them do so at most. `timeouts_s` are the methods with a
-        deadline of their own; None: without one, and the call goes on when its caller no longer waits.
+        `many` are the methods whose calls travel together, with how many of them do so at most. `timeouts_s` are the
+        methods with a deadline of their own; None: without one, and the call goes on when its caller no longer waits.
         """
         self._name = name
         self._timeout_s = timeout_s
-        self._tries = tries
         self._many = dict(many or {})
         self._timeouts_s = dict(timeouts_s or {})
         self._handle: ActorHandle | None = None
@@ -310,15 +306,6 @@ class Remote:
         return functools.partial(self._call, method)
 
     async def _call(self, method: str, *args: Any, **kwargs: Any) -> Any:
-        for attempt in range(1, self._tries):
-            try:
-                return await self._call_once(method, *args, **kwargs)
-            except ACTOR_ERRORS as error:
-                log.warning("%s.%s is repeated: %s", self._name, method, type(error).__name__)
-                await asyncio.sleep(0.5 * attempt)
-        return await self._call_once(method, *args, **kwargs)
-
-    async def _call_once(self, method: str, *args: Any, **kwargs: Any) -> Any:
         if self._handle is None:
             self._handle = ray.get_actor(self._name)
             sizes = self._many.items()
@@ -341,7 +328,7 @@ class Remote:
 
     def __reduce__(self) -> tuple[type[Remote], tuple[Any, ...]]:
         """Pickle as the arguments."""
-        return type(self), (self._name, self._timeout_s, self._tries, self._many, self._timeouts_s)
+        return Remote, (self._name, self._timeout_s, self._many, self._timeouts_s)
 
 
 class RemotePool:
@@ -354,7 +341,7 @@ class RemotePool:
         tries: int = POOL_TRIES,
         many: Mapping[str, int] | None = None,
     ) -> None:
-        """Refer to the actors `names`; `many` as for Remote."""
+        """Refer to the actors `names`; a pool of one repeats calls while its actor restarts. `many` as for Remote."""
         if not names:
             raise ValueError("a pool needs at least one actor")
         self._names = list(names)
@@ -398,4 +385,4 @@ class RemotePool:
 
     def __reduce__(self) -> tuple[type[RemotePool], tuple[Any, ...]]:
         """Pickle as the arguments."""
-        return RemotePool, (self._names, self._timeout_s, self._tries, self._many)
+        return type(self), (self._names, self._timeout_s, self._tries, self._many)

@@ -19,7 +19,7 @@ from typing import Any, TypeVar, cast
 
 import ray
 
-from actors.remote import Remote
+from actors.remote import RemotePool
 from raypost.buffer.journal import BufferJournal
 from raypost.buffer.replay_buffer import Order, ReplayBuffer
 from raypost.errors import CheckpointError
@@ -110,7 +110,7 @@ class ReplayBufferActor:
         _now(self._buffer.load_state_dict(state))
 
 
-class RemoteBuffer(Remote):
+class RemoteBuffer(RemotePool):
     """The actor as a `protocols.Buffer` whose batches are refs.
 
     A batch is an object of its own that belongs to the process that leased it; if that process dies, the lease
@@ -124,8 +124,8 @@ class RemoteBuffer(Remote):
 
 
 def remote_buffer(name: str, *, timeout_s: float, tries: int) -> Buffer[Ref[PackedGroups]]:
-    """Return the replay buffer called `name`; the arguments are those of Remote."""
-    return cast(Buffer[Ref[PackedGroups]], RemoteBuffer(name, timeout_s, tries))
+    """Return the replay buffer called `name`; the other arguments are those of RemotePool."""
+    return cast(Buffer[Ref[PackedGroups]], RemoteBuffer([name], timeout_s, tries))
 
 
 def _keep_freed_memory() -> None:

@@ -67,7 +67,7 @@ class ReferenceWorker(FrozenWorker):
         engine = await self._engine()
         states = [sample.state for sample in samples]
         sequences = [np.concatenate([state.prompt_ids, state.response_ids]) for state in states]
-        calls = [asyncio.ensure_future(self._alive(engine.logprobs(ids))) for ids in sequences]
+        calls = [asyncio.ensure_future(self._life.alive(engine.logprobs(ids))) for ids in sequences]
         try:
             return list(await asyncio.gather(*calls))
         finally:

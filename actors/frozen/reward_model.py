@@ -46,7 +46,7 @@ class RewardModelWorker(FrozenWorker):
                 f"its tokenizer gives token id {ids.max()}, outside its vocabulary of {engine.vocab_size}: the folder "
                 "holds the tokenizer of another model"
             )
-        return await self._alive(engine.score(ids))
+        return await self._life.alive(engine.score(ids))
 
 
 class RewardModelPool:

@@ -7,8 +7,7 @@ during its first call, which waits for it; no second `start` is needed.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING
 
 from actors.engine.life import EngineInfo, EngineLife
 from actors.remote import CallBatches
@@ -16,8 +15,6 @@ from raypost.config.engine import EngineConfig
 
 if TYPE_CHECKING:
     from actors.frozen.vllm_engine import FrozenEngine
-
-T = TypeVar("T")
 
 
 class FrozenWorker(CallBatches):
@@ -56,9 +53,6 @@ class FrozenWorker(CallBatches):
         await self.start()
         assert self._life.engine is not None, "it was started"
         return self._life.engine
-
-    async def _alive(self, call: Awaitable[T]) -> T:
-        return await self._life.alive(call)
 
     async def shutdown(self) -> None:
         """End the engine's processes. The actor itself is ended by its owner."""
