@@ -9,7 +9,7 @@ emptied when more than half of the bytes are garbage, and the log is rewritten w
 what it says. Owns neither the state nor the rules of the buffer.
 
 Every change is handed to the kernel before the state applies it: it survives the death of the process, not that of
-the machine, unless `fsync` is set. A record that was cut off by such a death is removed, with a warning; damage
+the machine. A record that was cut off by such a death is removed, with a warning; damage
 anywhere else is a CheckpointError.
 
 A journal belongs to one attempt to run a job. The same attempt continues it (its buffer was restarted); any
@@ -84,7 +84,6 @@ class BufferJournal:
         folder: Path,
         attempt: str,
         *,
-        fsync: bool = False,
         file_bytes: int = FILE_BYTES,
         garbage_bytes: int = GARBAGE_BYTES,
         log_bytes: int = LOG_BYTES,
@@ -97,7 +96,6 @@ class BufferJournal:
         self.attempt = attempt
         self._log_path = folder / "log"
         self._spare = folder / "spare"
-        self._fsync = fsync
         self._file_bytes = file_bytes
         self._garbage_bytes = garbage_bytes
         self._log_bytes = log_bytes
@@ -151,7 +149,7 @@ class BufferJournal:
         record: dict[str, Any] = {"change": change}
         if packed is not None:
             record["extent"] = self._write_extent(packed)
-        self._write_log(json.dumps(record).encode())
+        self._write_log(record)
         ended = self._apply(record)
         self._free_files()
         return ended
@@ -201,14 +199,14 @@ class BufferJournal:
             digest.update(piece)
         file = self._files[self._current]
         start = file.size
-        length = _write(self._data_fd, pieces, start, self._data_path(self._current), self._fsync)
+        length = _write(self._data_fd, pieces, start, self._data_path(self._current))
         file.size += length
         return Extent(self._current, start, length, digest.intdigest(), packed.num_groups)
 
-    def _write_log(self, body: bytes) -> None:
-        pieces = [memoryview(_frame(body)), memoryview(body)]
+    def _write_log(self, record: dict[str, Any]) -> None:
+        pieces = _framed(record)
         try:
-            self._log_size += _write(self._log_fd, pieces, self._log_size, self._log_path, self._fsync)
+            self._log_size += _write(self._log_fd, pieces, self._log_size, self._log_path)
         except CheckpointError:
             # Half a record followed by a whole one would be damage.
             os.ftruncate(self._log_fd, self._log_size)
@@ -220,7 +218,7 @@ class BufferJournal:
         moved = [key for places in extents.values() for _, key in places]
         packed = join_groups([self._read(extent, places) for extent, places in extents.items()])
         record = {"moved": moved, "extent": self._write_extent(packed)}
-        self._write_log(json.dumps(record).encode())
+        self._write_log(record)
         self._apply(record)
         self._free_files()
 
@@ -234,11 +232,9 @@ class BufferJournal:
             records.append({"change": {"put": put}, "extent": extent, "index": index})
         records += ({"change": change} for change in self._state.snapshot())
         fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC)
-        pieces = []
-        for body in (json.dumps(record).encode() for record in records):
-            pieces += [memoryview(_frame(body)), memoryview(body)]
+        pieces = [piece for record in records for piece in _framed(record)]
         try:
-            size = _write(fd, pieces, 0, path, self._fsync)
+            size = _write(fd, pieces, 0, path)
             os.replace(path, self._log_path)
         except BaseException:
             os.close(fd)
@@ -356,9 +352,11 @@ class BufferJournal:
 _FIX = "remove the folder to begin with an empty buffer, or continue from the last checkpoint"
 
 
-def _frame(body: bytes) -> bytes:
-    length = len(body)
-    return _FRAME.pack(length, _check(length), xxhash.xxh3_64_intdigest(body))
+def _framed(record: dict[str, Any]) -> list[memoryview]:
+    """Return the frame and the body of a record."""
+    body = json.dumps(record).encode()
+    frame = _FRAME.pack(len(body), _check(len(body)), xxhash.xxh3_64_intdigest(body))
+    return [memoryview(frame), memoryview(body)]
 
 
 def _check(length: int) -> int:
@@ -383,7 +381,7 @@ def _read_log(data: bytes, path: Path) -> tuple[list[dict[str, Any]], int]:
     return bodies, at
 
 
-def _write(fd: int, pieces: Sequence[memoryview], start: int, path: Path, fsync: bool) -> int:
+def _write(fd: int, pieces: Sequence[memoryview], start: int, path: Path) -> int:
     """Write all pieces from byte `start` on; returns how many bytes they were."""
     rest, written = list(pieces), 0
     try:
@@ -394,8 +392,6 @@ def _write(fd: int, pieces: Sequence[memoryview], start: int, path: Path, fsync:
                 done -= rest.pop(0).nbytes
             if done:
                 rest[0] = rest[0].cast("B")[done:]
-        if fsync:
-            os.fdatasync(fd)
     except OSError as error:
         raise CheckpointError(
             f"{path} cannot be written: {error}; free disk space, or switch buffer.journal off"

@@ -83,14 +83,14 @@ class ReplayBuffer:
         parts: list[int | PackedGroups] = []
         gone: list[GroupKey] = []
         facts = zip(keys, group_statuses(copied), self._expiry.facts(copied), strict=True)
-        for index, (key, status, (oldest, expires_at, nbytes)) in enumerate(facts):
+        for index, (key, status, of_age) in enumerate(facts):
             known = state.groups.get(key)
             if key in state.leased or state.is_trained(key):
                 age = staleness_at(known, train_step) if known else 0
                 results.append(_result(Status.COMPLETED, age, stored=True))
                 continue
             place = known.sequence if known else sequence
-            group = StoredGroup(key, place, status, oldest, expires_at, nbytes)
+            group = StoredGroup(key, place, status, *of_age)
             result = self._admit(group, copied, index, train_step)
             results.append(result)
             if not result.stored:
@@ -124,8 +124,8 @@ class ReplayBuffer:
 
     def _expired(self, group: StoredGroup, alone: PackedGroups) -> StoredGroup:
         """Return what the state says of a group whose expired members were reset to `alone`."""
-        ((oldest, expires_at, nbytes),) = self._expiry.facts(alone)
-        return StoredGroup(group.key, group.sequence, Status.EXPIRED, oldest, expires_at, nbytes)
+        (facts,) = self._expiry.facts(alone)
+        return StoredGroup(group.key, group.sequence, Status.EXPIRED, *facts)
 
     async def refresh(self, train_step: int, claim: int = 0) -> list[ExpiredGroup]:
         """Age everything again at `train_step`; returns what newly expired.

@@ -103,17 +103,15 @@ class LengthBias:
 def length_bias(tasks: dict[str, dict[str, GroupStats]]) -> LengthBias:
     """Return the length bias of these tasks together. A task without trained groups does not enter the ratio."""
     total = {name: GroupStats() for name in (LedgerEvent.TRAINED, LedgerEvent.EXPIRED, REGENERATED)}
-    lost, expected = 0.0, 0.0
+    lost, expected, nothing = 0.0, 0.0, GroupStats()
     for kinds in tasks.values():
-        gone = GroupStats()
+        trained_mean = kinds.get(LedgerEvent.TRAINED, nothing).tokens_mean
         for name, sum_of in total.items():
-            sum_of += kinds.get(name, GroupStats())
-            if name != LedgerEvent.TRAINED:
-                gone += kinds.get(name, GroupStats())
-        trained_mean = kinds.get(LedgerEvent.TRAINED, GroupStats()).tokens_mean
-        if trained_mean:
-            lost += gone.tokens_sum
-            expected += gone.tokens_groups * trained_mean
+            stats = kinds.get(name, nothing)
+            sum_of += stats
+            if trained_mean and name != LedgerEvent.TRAINED:
+                lost += stats.tokens_sum
+                expected += stats.tokens_groups * trained_mean
     return LengthBias(
         trained=total[LedgerEvent.TRAINED],
         dropped=total[LedgerEvent.EXPIRED],
