@@ -13,11 +13,10 @@ import re
 import shlex
 import subprocess
 import sys
-from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 from urllib.parse import urlsplit
 
 import typer
@@ -25,11 +24,9 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from raypost import metrics
 from raypost.config import Config, load_config
 from raypost.errors import ConfigError, RaypostError
 from raypost.plan.cluster import ClusterResources
-from raypost.report.formatting import length_bias
 
 app = typer.Typer(no_args_is_help=True, pretty_exceptions_enable=False, add_completion=False)
 
@@ -39,30 +36,6 @@ SECRET = re.compile(r"token|secret|passw|credential|api_?key|access_?key|private
 """Names of environment variables that look like secrets."""
 STOP_WAIT_S = 120
 """Time a job has, after `ray job stop`, to save and to report before Ray kills it."""
-
-STEP_FIGURES = (
-    metrics.REWARD_MEAN,
-    metrics.LOSS,
-    metrics.HELD_OUT,
-    metrics.STALENESS_MAX,
-    metrics.BUFFER_GROUPS,
-    metrics.EXPIRED_GROUPS,
-    metrics.SYNC_S,
-)
-REPORT_FIGURES = (
-    "status",
-    "error",
-    "wall_s",
-    "eval_before",
-    "eval_after",
-    "staleness_max",
-    "sync_s_median",
-    "trainer_idle_fraction",
-    "rollout_idle_fraction",
-    "logprob_mismatch_max",
-    "problems",
-)
-"""What `status` shows of the last step, and of the report."""
 
 ConfigOption = Annotated[
     Path, typer.Option("--config", help="YAML file, such as jobs/recipes/quickstart.yaml")
@@ -132,7 +105,10 @@ def submit(
 def status(run_dir: RunDir) -> None:
     """Show where a run stands: its last step, and its report once there is one."""
     with _refusals():
-        figures = _status(run_dir)
+        from raypost.report.status import run_figures
+
+        _require_run(run_dir)
+        figures = run_figures(run_dir)
     _console().print(_table(str(run_dir), figures.items()))
 
 
@@ -303,23 +279,3 @@ def _require_run(run_dir: Path) -> None:
 
     if not (run_dir / files.CONFIG).is_file():
         raise ConfigError(f"{run_dir} holds no run (no config.yaml): give the folder that a run wrote")
-
-
-def _status(run_dir: Path) -> dict[str, Any]:
-    """Return the figures of a run by name."""
-    from raypost.report import files
-
-    _require_run(run_dir)
-    num_steps = load_config(run_dir / files.CONFIG).train.num_steps
-    last = next(iter(deque(files.read_lines(run_dir / files.METRICS), maxlen=1)), {})
-    figures: dict[str, Any] = {"step": f"{last.get('step', 0)} of {num_steps}"}
-    figures |= {name: last[name] for name in STEP_FIGURES if last.get(name) is not None}
-    made = run_dir / files.REPORT_JSON
-    if not made.exists():
-        return {"status": "running, or ended without a report", **figures}
-    written = json.loads(made.read_text())
-    figures |= {name: written[name] for name in REPORT_FIGURES if written.get(name) is not None}
-    if written.get("length_bias"):
-        figures["length bias"] = length_bias(written["length_bias"])
-    figures |= {f"groups {name}": count for name, count in written.get("groups", {}).items()}
-    return {"report": run_dir / files.REPORT_HTML, **figures}
