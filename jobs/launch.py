@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import logging
 import time
 import uuid
 from collections.abc import Callable
@@ -60,6 +61,7 @@ from raypost.types import Ref
 
 P = ParamSpec("P")
 R = TypeVar("R")
+log = logging.getLogger(__name__)
 
 CALL_TIMEOUT_S = 60.0
 """Deadline of small calls between roles."""
@@ -110,7 +112,9 @@ class Launcher:
         ]
         if self._trainer is not None:
             ending.append(self._trainer.shutdown())
-        await asyncio.gather(*ending, return_exceptions=True)
+        for outcome in await asyncio.gather(*ending, return_exceptions=True):
+            if isinstance(outcome, BaseException):
+                log.warning("what did not end by itself is killed: %s", outcome)
         for handle in self._handles.values():
             ray.kill(handle)
         for group in self._placement_groups:

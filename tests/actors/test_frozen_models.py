@@ -225,7 +225,7 @@ async def test_reference_on_engines_gives_the_column_and_the_step_that_the_train
         await TrainerGroup(beside.workers, config).compute_ref_logprobs(batch_ref)
     with pytest.raises(RaypostError, match=r"group \('sums', 0\) sample 0 .*temperature 0\.7, top_p 1\.0"):
         await reference.compute_ref_logprobs(ray.put(make_batch(temperature=0.7)))
-    spans = [span for worker in workers for span in await worker.drain_spans.remote()]
+    spans = await workers[0].drain_spans.remote()  # the other one may still be restarting
     assert {span.actor for span in spans} >= {"reference-0"}
     await beside.shutdown()
 

@@ -215,6 +215,7 @@ async def test_deadline_is_each_waits_own_and_names_what_was_waited_for() -> Non
 @pytest.fixture(scope="module")
 def worker(local_ray: None) -> Iterator[str]:
     handle = spawn(Worker, "real", name="real-worker", max_restarts=-1)
+    ray.get(handle.state.remote(), timeout=60)  # its process runs: the deadlines below are those of calls
     yield "real-worker"
     ray.kill(handle)
 
