@@ -66,7 +66,8 @@ class Evaluator:
         params = SampleParams(
             max_tokens=task.max_tokens,
             temperature=options.temperature,
-            stop_token_ids=self._tokenizer.eos_ids,
+            stop_token_ids=task.stop_ids(self._tokenizer.eos_ids),
+            min_tokens=task.min_tokens,
         )
         groups = []
         for n, prompt in enumerate(held_out(task, self._config.seed, options.num_prompts)):

@@ -96,6 +96,9 @@ class SampleParams:
     top_p: float = 1.0
     top_k: int = 0
     stop_token_ids: tuple[int, ...] = ()
+    """Ids that end a response; none: it ends at `max_tokens`."""
+    min_tokens: int = 0
+    """Tokens of the response, observations included, before the first that may be one of `stop_token_ids`."""
 
 
 def _empty_ints() -> IntArray:
@@ -258,7 +261,7 @@ class GenerateRequest:
     request_id: str
     token_ids: IntArray
     sample_params: SampleParams
-    """`max_tokens` is already lowered to what remains."""
+    """`max_tokens` and `min_tokens` are already lowered to what remains."""
     priority: int = 0
     """Lower numbers are decoded first on shared engines; evaluation has EVALUATION_PRIORITY."""
 

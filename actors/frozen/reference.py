@@ -7,7 +7,7 @@ Owns which worker computes which trajectories, and that what comes out is the co
 logprobs of the tokens that are trained, 0 elsewhere. The weights come from the model's folder and never change.
 
 An engine gives logprobs at temperature 1 over the whole vocabulary. Tokens sampled otherwise are refused, because
-vLLM applies neither temperature nor top_p and top_k to the tokens of a prompt.
+vLLM applies neither temperature nor top_p, top_k and min_tokens to the tokens of a prompt.
 
 Invariant: the driver never opens a batch or a column.
 """
@@ -100,11 +100,11 @@ def share(samples: Sequence[Sample], part: int, parts: int) -> list[Sample]:
 
 def _check_sampling(sample: Sample) -> None:
     params = sample.state.sample_params
-    if (params.temperature, params.top_p, params.top_k) != (1.0, 1.0, 0):
+    if (params.temperature, params.top_p, params.top_k, params.min_tokens) != (1.0, 1.0, 0, 0):
         raise RaypostError(
             f"group {sample.key} sample {sample.state.sample_index} was sampled with temperature {params.temperature}, "
-            f"top_p {params.top_p}, top_k {params.top_k}, but engines compute a reference's logprobs at 1, 1 and 0 "
-            "only: set train.loss.kl.pool to null, so that the ranks do"
+            f"top_p {params.top_p}, top_k {params.top_k}, min_tokens {params.min_tokens}, but engines compute a "
+            "reference's logprobs at 1, 1, 0 and 0 only: set train.loss.kl.pool to null, so that the ranks do"
         )
 
 

@@ -200,6 +200,7 @@ def _sampling(params: SampleParams) -> SamplingParams:
     # No seed: one per request ends the CPU engine. No text, and no stop token but those given by id.
     return SamplingParams(
         max_tokens=params.max_tokens,
+        min_tokens=params.min_tokens,
         temperature=params.temperature,
         top_p=params.top_p,
         top_k=params.top_k,

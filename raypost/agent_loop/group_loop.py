@@ -3,8 +3,8 @@
 Owns that all members of a group are at work at once, one request to the generator, and what an interruption and a
 failure do to a trajectory. Owns neither routing (the generator) nor rewards.
 
-Invariants: a continuation sends exactly the ids that were sampled; `max_tokens` of a trajectory never changes, only
-that of its request; a failure is never a reward; one member's failure does not stop its siblings.
+Invariants: a continuation sends exactly the ids that were sampled; `max_tokens` and `min_tokens` of a trajectory never
+change, only those of its request; a failure is never a reward; one member's failure does not stop its siblings.
 """
 
 from __future__ import annotations
@@ -90,10 +90,12 @@ class GroupLoop:
 
         Raises MemberFailedError.
         """
+        params = state.sample_params
+        min_tokens = min(max_tokens, max(0, params.min_tokens - state.num_tokens))
         request = GenerateRequest(
             request_id=f"{state.task}/{state.group_id}/{state.sample_index}/{uuid.uuid4().hex[:8]}",
             token_ids=np.concatenate([state.prompt_ids, state.response_ids]),
-            sample_params=replace(state.sample_params, max_tokens=max_tokens),
+            sample_params=replace(params, max_tokens=max_tokens, min_tokens=min_tokens),
             priority=state.priority,
         )
         try:

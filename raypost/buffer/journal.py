@@ -48,7 +48,7 @@ GARBAGE_BYTES = 64 << 20
 LOG_BYTES = 4 << 20
 """The log is not rewritten before it has grown by this much."""
 LOCK_TIMEOUT_S = 10.0
-FORMAT = 2
+FORMAT = 3
 
 _FRAME = struct.Struct("<IIQ")
 """Length of the body, checksum of that length, checksum of the body."""

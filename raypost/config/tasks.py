@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
@@ -221,6 +222,11 @@ class TaskConfig(ConfigModel):
     """Longest prompt, tokens. A longer one is an error; prompts are never cut."""
     max_tokens: Annotated[int, Field(ge=1)] = 64
     """Longest response, tokens."""
+    min_tokens: Annotated[int, Field(ge=0)] = 0
+    """Tokens of a response before the first that may end it, over all its continuations; the ranks leave the same
+    tokens out where they compute logprobs."""
+    ignore_eos: bool = False
+    """Let no token end a response: each is `max_tokens` long, or a turn `max_turn_tokens`."""
     temperature: Annotated[float, Field(gt=0)] = 1.0
     """Sampling temperature."""
     top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
@@ -240,3 +246,20 @@ class TaskConfig(ConfigModel):
                 "scorer: set judge.kind to 'exact'"
             )
         return self
+
+    @model_validator(mode="after")
+    def _lengths_agree(self) -> TaskConfig:
+        if self.min_tokens > self.max_tokens:
+            raise ValueError(
+                f"min_tokens is {self.min_tokens}, more than max_tokens {self.max_tokens}: lower it, or raise that"
+            )
+        if self.min_tokens and self.ignore_eos:
+            raise ValueError(
+                f"min_tokens is {self.min_tokens}, but with ignore_eos nothing ends a response before max_tokens: "
+                "leave one of them out"
+            )
+        return self
+
+    def stop_ids(self, eos_ids: Sequence[int]) -> tuple[int, ...]:
+        """Return the ids that end a response, of a tokenizer that has these."""
+        return () if self.ignore_eos else tuple(eos_ids)

@@ -57,7 +57,7 @@ class Sampler:
         task: TaskConfig,
         source: Source | Stream,
         encode: Callable[[Prompt], IntArray],
-        stop_token_ids: Sequence[int],
+        eos_ids: Sequence[int],
         seed: int,
         *,
         timeout_s: float = PROMPT_TIMEOUT_S,
@@ -80,7 +80,8 @@ class Sampler:
             temperature=task.temperature,
             top_p=task.top_p,
             top_k=task.top_k,
-            stop_token_ids=tuple(stop_token_ids),
+            stop_token_ids=task.stop_ids(eos_ids),
+            min_tokens=task.min_tokens,
         )
         self._cursor = Cursor()
         self._reader: Reader[EncodedPrompt] | None = None

@@ -124,11 +124,12 @@ def _reward_model_problems(config: Config) -> Iterator[str]:
 def _reference_problems(config: Config) -> Iterator[str]:
     """Check that engines of a reference can compute its logprobs."""
     for task in config.tasks:
-        sampling = (task.temperature, task.top_p, task.top_k)
-        if sampling != (1.0, 1.0, 0):
+        sampling = (task.temperature, task.top_p, task.top_k, task.min_tokens)
+        if sampling != (1.0, 1.0, 0, 0):
             yield (
-                f"task {task.name!r}: temperature, top_p and top_k are {sampling}, but engines compute a reference's "
-                "logprobs at 1, 1 and 0 only: use those, or leave out train.loss.kl.pool, so that the ranks compute"
+                f"task {task.name!r}: temperature, top_p, top_k and min_tokens are {sampling}, but engines compute a "
+                "reference's logprobs at 1, 1, 0 and 0 only: use those, or leave out train.loss.kl.pool, so that the "
+                "ranks compute"
             )
 
 

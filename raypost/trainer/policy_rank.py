@@ -227,6 +227,8 @@ class PolicyRank(Rank[PolicyInputs, Outputs]):
             sampling = replace(
                 sampling, top_p_T=self._tensor(micro.top_p_T), top_k_T=self._tensor(micro.top_k_T)
             )
+        if micro.barred_TS is not None:
+            sampling = replace(sampling, barred_TS=self._tensor(micro.barred_TS))
         return (model or self._engine)(
             self._tensor(micro.input_ids_BL),
             self._tensor(micro.index_T),

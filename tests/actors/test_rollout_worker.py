@@ -9,6 +9,7 @@ import time
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -144,6 +145,26 @@ async def test_stop_token_ends_a_response_and_is_part_of_it(bench: Bench) -> Non
     )
     result = await bench.worker.generate(asked)
     assert (result.finish_reason, len(result.response_ids)) == ("stop", 1)
+
+
+@one_engine
+async def test_no_stop_token_comes_before_min_tokens_and_logprobs_are_of_what_could_come(
+    bench: Bench,
+) -> None:
+    await bench.sync()
+    all_but_7 = tuple(n for n in range(VOCAB) if n != 7)
+    params: dict[str, Any] = {"min_tokens": 3, "stop_token_ids": all_but_7}
+    results = await asyncio.gather(*(bench.worker.generate(request(f"m{n}", 9, **params)) for n in range(8)))
+    for one in results:
+        assert one.response_ids[:3].tolist() == [7, 7, 7] and np.allclose(one.logprobs[:3], 0, atol=1e-6)
+    assert "stop" in {one.finish_reason for one in results}
+
+
+@one_engine
+async def test_without_stop_tokens_a_response_has_max_tokens(bench: Bench) -> None:
+    await bench.sync()
+    results = await asyncio.gather(*(bench.worker.generate(request(f"e{n}", 20)) for n in range(8)))
+    assert {(one.finish_reason, len(one.response_ids)) for one in results} == {("length", 20)}
 
 
 @one_engine

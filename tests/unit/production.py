@@ -291,6 +291,7 @@ def state(
     reward: float | None = 1.0,
     task: str = "default",
     max_tokens: int = 16,
+    min_tokens: int = 0,
     prompt_ids: list[int] | None = None,
 ) -> RolloutState:
     """A trajectory with one token a version."""
@@ -300,7 +301,7 @@ def state(
         group_id=group_id,
         sample_index=sample_index,
         prompt_ids=np.asarray(prompt_ids or [5, 6], np.int32),
-        sample_params=SampleParams(max_tokens=max_tokens, stop_token_ids=(STOP,)),
+        sample_params=SampleParams(max_tokens=max_tokens, min_tokens=min_tokens, stop_token_ids=(STOP,)),
         metadata={"answer": "4"},
         status=status,
         reward=reward if status is Status.COMPLETED else None,

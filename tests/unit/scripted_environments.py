@@ -86,7 +86,7 @@ def encode(text: str) -> IntArray:
     return np.asarray([int(word) for word in text.split()], np.int32)
 
 
-def init(count: int = 1, max_tokens: int = 32) -> Group:
+def init(count: int = 1, max_tokens: int = 32, min_tokens: int = 0) -> Group:
     # As the sampler does it: one metadata for all members.
     metadata = {"answer": "4"}
     states = [
@@ -95,7 +95,7 @@ def init(count: int = 1, max_tokens: int = 32) -> Group:
             group_id=0,
             sample_index=index,
             prompt_ids=np.asarray([5, 6], np.int32),
-            sample_params=SampleParams(max_tokens=max_tokens, stop_token_ids=(STOP,)),
+            sample_params=SampleParams(max_tokens=max_tokens, min_tokens=min_tokens, stop_token_ids=(STOP,)),
             metadata=metadata,
         )
         for index in range(count)

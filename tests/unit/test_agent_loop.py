@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
 from raypost.agent_loop.single_turn import SingleTurnAgentLoop
-from raypost.config import RolloutConfig
+from raypost.config import RolloutConfig, load_config
+from raypost.data.sampler import Sampler
 from raypost.errors import JudgeError, NoWorkersError, WaitTimeoutError
 from raypost.pause import PauseDeadlines
 from raypost.types import (
@@ -20,7 +22,7 @@ from raypost.types import (
     Status,
 )
 from tests.unit.production import state, virtual
-from tests.unit.prompts import STOP
+from tests.unit.prompts import STOP, Numbers, encode
 from tests.unit.scripted_generator import (
     NOT_PARTIAL,
     TEN_SECONDS_OF_GRACE,
@@ -58,6 +60,45 @@ def test_a_continuation_sends_the_exact_ids_and_what_is_left_of_the_budget() -> 
     assert done.sample_params.max_tokens == 100
     assert (done.num_tokens, done.status) == (100, Status.COMPLETED)
     assert done.policy_versions.tolist() == [5] * 30 + [6] * 70
+
+
+@pytest.mark.parametrize(("min_tokens", "left"), [(50, 20), (30, 0), (100, 70), (0, 0)])
+def test_a_continuation_asks_for_what_is_left_of_min_tokens(min_tokens: int, left: int) -> None:
+    one = state([5] * 30, status=Status.ABORTED, max_tokens=100, min_tokens=min_tokens)
+    engine = ScriptedGenerator(lambda request: result([7] * request.sample_params.max_tokens, "length", 6))
+    done = run(engine, Scorer(), of(one)).states[0]
+    assert [request.sample_params.min_tokens for request in engine.requests] == [left]
+    assert done.sample_params.min_tokens == min_tokens
+
+
+def test_without_partial_rollout_all_of_min_tokens_is_asked_for_again() -> None:
+    one = state([5] * 3, status=Status.ABORTED, min_tokens=4)
+    engine = ScriptedGenerator(lambda _: result([8, STOP], "stop"))
+    run(engine, Scorer(), of(one), strategy=NOT_PARTIAL)
+    assert engine.requests[0].sample_params.min_tokens == 4
+
+
+LENGTHS = """
+model: {name: tiny}
+tasks:
+  - {source: {kind: reasoning_gym, dataset: chain_sum}, max_tokens: 9, LENGTH}
+train: {num_steps: 1, batch_size: 8}
+"""
+
+
+@pytest.mark.parametrize(
+    ("length", "asked"),
+    [("min_tokens: 5", (9, 5, (STOP,))), ("ignore_eos: true", (9, 0, ())), ("top_k: 0", (9, 0, (STOP,)))],
+)
+def test_what_a_file_says_of_lengths_is_what_the_engine_is_asked(
+    tmp_path: Path, length: str, asked: tuple[int, int, tuple[int, ...]]
+) -> None:
+    (tmp_path / "run.yaml").write_text(LENGTHS.replace("LENGTH", length))
+    (task,) = load_config(tmp_path / "run.yaml").tasks
+    engine = ScriptedGenerator(lambda _: result([9] * 9, "length"))
+    run(engine, Scorer(), Sampler(task, Numbers(3), encode, (STOP,), 0).sample())
+    params = engine.requests[0].sample_params
+    assert (params.max_tokens, params.min_tokens, params.stop_token_ids) == asked
 
 
 def test_requests_have_the_priority_of_their_trajectory() -> None:

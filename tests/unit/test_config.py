@@ -86,6 +86,12 @@ BAD = [
     (plain_config(name="../other"), ["name '../other'", "1 to 64 letters"]),
     (plain_config(name=""), ["name ''", "1 to 64 letters"]),
     (plain_config(tasks=[TASK, TASK]), ["different names", "['default', 'default']", "rename one"]),
+    (plain_config(tasks__0__min_tokens=65), ["tasks.0", "min_tokens is 65", "max_tokens 64", "lower it"]),
+    (plain_config(tasks__0__min_tokens=-1), ["tasks.0.min_tokens", "greater than or equal to 0", "got -1"]),
+    (
+        plain_config(tasks__0__min_tokens=2, tasks__0__ignore_eos=True),
+        ["tasks.0", "min_tokens is 2", "ignore_eos", "leave one of them out"],
+    ),
     (plain_config(tasks__0__weight=0), ["weights sum to 0", "positive weight"]),
     (plain_config(tasks__0__weight=-1), ["tasks.0.weight", "greater than or equal to 0", "got -1"]),
     (plain_config(tasks__0__prompt_template="Solve"), ["tasks.0", "'Solve' lacks {question}"]),

@@ -129,6 +129,17 @@ def test_what_is_left_of_max_turn_tokens_counts_what_came_before_a_pause() -> No
     assert kind.made[1].actions == ["9 2", "8 8 8 7"] and one.status is Status.COMPLETED
 
 
+def test_every_request_asks_for_what_is_left_of_min_tokens_but_for_no_more_than_its_turn_may_have() -> None:
+    kind, options = environment(turns=3), AgentLoopConfig(max_turn_tokens=6)
+    engine = AnswersInTurn(result([9, 9, STOP]), result([8, 8], "abort"))
+    paused = run(engine, kind, init(min_tokens=10), options=options)
+    rest = AnswersInTurn(result([7, 7], "stop"))
+    run(rest, kind, carried(paused), options=options)
+    asked = [request.sample_params for request in (*engine.requests, *rest.requests)]
+    # 3 tokens of the first action, 2 observed, 2 before the pause, 2 after it, 2 observed.
+    assert [(one.max_tokens, one.min_tokens) for one in asked] == [(6, 6), (6, 5), (4, 3), (6, 0)]
+
+
 def test_each_member_has_its_own_environment_and_metadata_is_not_shared() -> None:
     kind, group = environment(turns=1), init(3)
     shared = group.states[0].metadata

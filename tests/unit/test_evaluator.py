@@ -172,5 +172,16 @@ async def test_what_breaks_under_it_is_raised_at_once_and_the_pool_is_closed(tmp
     assert pool.calls == ["resume 1", "pause"]
 
 
+async def test_lengths_are_the_tasks_own(tmp_path: Path) -> None:
+    folder, pool = str(write_tokenizer(tmp_path)), Pool()
+    tasks = [TASKS[0] | {"min_tokens": 3}, TASKS[1] | {"ignore_eos": True}]
+    config = make_config(tasks=tasks, eval={"num_prompts": 1})
+    await Evaluator(config, folder, pool, pool).evaluate(1)
+    asked = {
+        one.task: (one.sample_params.min_tokens, len(one.sample_params.stop_token_ids)) for one in pool.seen
+    }
+    assert asked == {"sums": (3, 1), "products": (0, 0)}
+
+
 async def test_switched_off_it_has_no_problems(tmp_path: Path) -> None:
     assert await evaluator(tmp_path, Pool(), num_prompts=0).evaluate(1) == {"eval_failed": 0.0}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from typing import Any
 
@@ -162,6 +163,38 @@ def test_a_token_that_the_engine_could_sample_never_has_an_infinite_logprob(
     assert logprobs.isfinite().all() and entropy.isfinite().all() and (logprobs <= 1e-9).all()
     torch.autograd.backward((logprobs + entropy).sum())
     assert present(logits.grad).isfinite().all()
+
+
+@pytest.mark.parametrize(("top_p", "top_k"), [(None, None), (1.0, 0), (0.7, 0), (1.0, 3)])
+def test_barred_tokens_have_no_probability_before_anything_is_cut(
+    top_p: float | None, top_k: int | None
+) -> None:
+    logits, temperatures = random_logits(4, 9, 3)
+    barred = [[0, 5], [5, -1], [-1, -1], [0, 1]]
+    rows = (logits / temperatures[:, None]).tolist()
+    kept = []
+    for row, ids in zip(rows, barred, strict=True):
+        left = [v for v in range(9) if v not in ids]
+        support = naive_support([row[v] for v in left], top_p or 1.0, top_k)
+        kept.append([left[n] for n in support])
+    targets = torch.tensor([one[-1] for one in kept])
+    sampling = Sampling(temperatures, barred_TS=torch.tensor(barred))
+    if top_p is not None and top_k is not None:
+        sampling = dataclasses.replace(
+            sampling, top_p_T=torch.full((4,), top_p).double(), top_k_T=torch.full((4,), top_k)
+        )
+    got, entropy = sampled_logprobs(logits, targets, sampling, False)
+    for t in range(4):
+        total = math.log(math.fsum(math.exp(rows[t][v]) for v in kept[t]))
+        log_p = [rows[t][v] - total for v in kept[t]]
+        assert got[t].item() == pytest.approx(log_p[-1], abs=1e-9)
+        assert entropy[t].item() == pytest.approx(-sum(math.exp(x) * x for x in log_p), abs=1e-9)
+    halves = [sampling.rows(slice(0, 2)), sampling.rows(slice(2, 4))]
+    parts = [
+        sampled_logprobs(logits[2 * n : 2 * n + 2], targets[2 * n : 2 * n + 2], half, False)[0]
+        for n, half in enumerate(halves)
+    ]
+    assert torch.equal(torch.cat(parts), got)
 
 
 def test_finding_the_nucleus_again_is_about_as_exact_as_being_told_it() -> None:

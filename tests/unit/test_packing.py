@@ -335,3 +335,23 @@ def test_trajectories_of_one_session_are_one_member_of_their_group() -> None:
     batch = planned([alone, two])
     assert {sample.key for sample in batch.samples} == {("task", 1)}
     assert batch.left_out == ["group ('task', 0): 1 trainable of 2, 2 are needed"]
+
+
+def test_stop_tokens_are_barred_up_to_min_tokens_wherever_a_response_stands() -> None:
+    stops = [((2, 3), 2), ((2, 3), 0), ((4,), 9)]
+    states = [
+        make_state(0, i, reward=float(i), stop_token_ids=ids, min_tokens=least)
+        for i, (ids, least) in enumerate(stops)
+    ]
+    states[0].response_mask[0] = False
+    for rule in RULES.values():
+        (micro,) = micro_batches(planned([Group(task="task", group_id=0, states=states)]).samples, 0, 1, rule)
+        rows = {sample.state.sample_index: [] for sample in micro.samples}  # type: ignore[var-annotated]
+        for row, sample in zip(present(micro.barred_TS).tolist(), micro.sample_T, strict=True):
+            rows[micro.samples[sample].state.sample_index].append(row)
+        assert rows == {0: [[2, 3], [-1, -1], [-1, -1]], 1: [[-1, -1]] * 4, 2: [[4, -1]] * 4}
+    plain = [make_state(0, i, reward=float(i), stop_token_ids=(2,)) for i in range(2)]
+    (micro,) = micro_batches(
+        planned([Group(task="task", group_id=0, states=plain)]).samples, 0, 1, PackingRule(400)
+    )
+    assert micro.barred_TS is None

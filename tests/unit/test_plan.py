@@ -591,7 +591,9 @@ def test_engines_of_a_reference_are_refused_where_they_cannot_answer(tmp_path: P
     assert [b.name for b in plan.bundles(right) if b.role == "reference_worker"] == ["reference-frozen-0"]
     plan.check(right)
     warm = config_of(tmp_path, train__loss={"kl": kl}, tasks__0__temperature=0.7)
-    assert "(0.7, 1.0, 0)" in refusal(warm)
+    assert "(0.7, 1.0, 0, 0)" in refusal(warm)
+    longer = config_of(tmp_path, train__loss={"kl": kl}, tasks__0__min_tokens=2)
+    assert "(1.0, 1.0, 0, 2)" in refusal(longer)
 
 
 def test_supervised_examples_that_cannot_be_read_are_refused_with_their_line(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -53,6 +54,7 @@ from raypost.trainer.model.attention import positions_of
 from raypost.trainer.model.head import LogitRule, Sampling
 from raypost.trainer.model.policy import Critic, Policy, load_model, pair_cost
 from raypost.trainer.model.self_check import check_head, check_packing
+from raypost.trainer.policy_rank import PolicyRank
 from raypost.types import Group, RolloutState, SampleParams, Status
 from tests.present import present
 from tests.unit.model_sizes import SIZES, VOCAB
@@ -119,6 +121,16 @@ def make_samples(num_groups: int = 3, size: int = 4, longest: int = 20) -> Train
             states.append(state)
         groups.append(Group(task="task", group_id=g, states=states))
     return plan_batch(pack_groups(groups), AdvantageConfig(), 1)
+
+
+def test_what_a_token_could_not_be_reaches_the_forward_pass() -> None:
+    batch = make_samples(1, 2)
+    for sample in batch.samples:
+        sample.state.sample_params = SampleParams(max_tokens=64, min_tokens=1, stop_token_ids=(3,))
+    (micro,) = micro_batches(batch.samples, 0, 1, single(batch))[:1]
+    rank = SimpleNamespace(_tensor=torch.from_numpy, _engine=lambda *inputs: inputs[3])
+    sampling: Any = PolicyRank._forward(rank, micro)  # type: ignore[arg-type]
+    assert present(sampling.barred_TS).tolist() == present(micro.barred_TS).tolist()
 
 
 def gradients(policy: Policy, batch: TrainBatch, rule: PackingRule, with_entropy: bool = False) -> Any:

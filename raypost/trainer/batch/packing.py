@@ -77,6 +77,8 @@ class MicroBatch:
     top_p_T: NDArray[np.float32] | None
     """None, as top_k_T, where neither cuts anything."""
     top_k_T: NDArray[np.int64] | None
+    barred_TS: NDArray[np.int64] | None
+    """Ids that `min_tokens` kept each token from being, filled up with -1; None where it keeps none."""
 
     @property
     def num_trained(self) -> int:
@@ -310,4 +312,19 @@ def _micro_batch(
         temperatures_T=each([one.temperature for one in params], np.float32),
         top_p_T=each([one.top_p for one in params], np.float32) if cut else None,
         top_k_T=each([one.top_k for one in params], np.int64) if cut else None,
+        barred_TS=_barred(samples),
     )
+
+
+def _barred(samples: Sequence[Sample]) -> NDArray[np.int64] | None:
+    """Return the stop tokens that could not be sampled at each trained token, [T, S]; None if all could everywhere."""
+    params = [sample.state.sample_params for sample in samples]
+    width = max((len(one.stop_token_ids) for one in params if one.min_tokens), default=0)
+    if not width:
+        return None
+    rows = []
+    for sample, one in zip(samples, params, strict=True):
+        stops, ids_S = one.stop_token_ids[:width], np.full(width, -1)
+        ids_S[: len(stops)] = stops
+        rows.append(np.where(sample.trained[:, None] < one.min_tokens, ids_S, -1))
+    return np.concatenate(rows, dtype=np.int64)

@@ -23,23 +23,23 @@ from torch import Tensor, nn
 from torch.nn.functional import linear
 from torch.utils.checkpoint import checkpoint
 
-from raypost.trainer.model.logprobs import chosen_logprobs, sampling_support
+from raypost.trainer.model.logprobs import chosen_logprobs, sampling_support, unbarred_support
 
 
 @dataclass(frozen=True, slots=True)
 class Sampling:
-    """How each of T tokens was sampled: what its logprob refers to. None: top_p and top_k cut nothing."""
+    """How each of T tokens was sampled: what its logprob refers to. None: nothing is cut, no token is barred."""
 
     temperatures_T: Tensor
     top_p_T: Tensor | None = None
     top_k_T: Tensor | None = None
+    barred_TS: Tensor | None = None
+    """Ids of at most S tokens that could not be sampled; -1: none."""
 
     def rows(self, rows: slice) -> Sampling:
         """Return it for some of the tokens."""
-        top_p_T = None if self.top_p_T is None else self.top_p_T[rows]
-        return Sampling(
-            self.temperatures_T[rows], top_p_T, None if self.top_k_T is None else self.top_k_T[rows]
-        )
+        parts = (self.top_p_T, self.top_k_T, self.barred_TS)
+        return Sampling(self.temperatures_T[rows], *(None if one is None else one[rows] for one in parts))
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,9 +68,14 @@ def sampled_logprobs(
 ) -> tuple[Tensor, Tensor]:
     """Return each target's logprob under the distribution it was sampled from, and the distribution's entropy, nats."""
     support_TV = None
+    if sampling.barred_TS is not None:
+        support_TV = unbarred_support(sampling.barred_TS, targets_T, logits_TV.shape[-1])
     if sampling.top_p_T is not None and sampling.top_k_T is not None:
         scaled_TV = logits_TV.detach() / sampling.temperatures_T[:, None]
-        support_TV = sampling_support(scaled_TV, targets_T, sampling.top_p_T, sampling.top_k_T)
+        if support_TV is not None:
+            scaled_TV.masked_fill_(~support_TV, -torch.inf)
+        cut_TV = sampling_support(scaled_TV, targets_T, sampling.top_p_T, sampling.top_k_T)
+        support_TV = support_TV if cut_TV is None else cut_TV
     return chosen_logprobs(
         logits_TV, targets_T, sampling.temperatures_T, support_TV, entropy_gradient=entropy_gradient
     )

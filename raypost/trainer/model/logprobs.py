@@ -1,10 +1,11 @@
-"""Logprobs of chosen tokens under the distribution that was sampled from: temperature, top-k and top-p included.
+"""Logprobs of chosen tokens under the distribution that was sampled from: barred tokens, temperature, top-k, top-p.
 
 Owns the function from logits to logprobs and its gradient, for one chunk of tokens. Does not own the chunks: the
 caller cuts a batch into as many as memory wants, so that logits never exist for all of it.
 
-The order of the transforms is vLLM's, whose `processed_logprobs` these must equal: divide by the temperature, keep
-the top k, then the smallest set of the rest that holds top_p of their probability, and normalise again.
+The order of the transforms is vLLM's, whose `processed_logprobs` these must equal: leave out what `min_tokens` bars,
+divide by the temperature, keep the top k, then the smallest set of the rest that holds top_p of their probability,
+and normalise again.
 
 Axes: T chosen tokens of one chunk, V vocabulary.
 """
@@ -108,4 +109,15 @@ def sampling_support(scaled_TV: Tensor, targets_T: Tensor, top_p_T: Tensor, top_
     cut_TV[:, -1] = False
     inside_TV &= ~cut_TV
     support_TV = torch.zeros_like(inside_TV).scatter_(-1, order_TV, inside_TV)
+    return support_TV.scatter_(-1, targets_T[:, None], True)
+
+
+def unbarred_support(barred_TS: Tensor, targets_T: Tensor, vocabulary: int) -> Tensor:
+    """Return the tokens that could be sampled, [T, V], bool: all but the ids of `barred_TS`, in which -1 is none.
+
+    The target is always inside, as in `sampling_support`.
+    """
+    support_TV = torch.ones(len(barred_TS), vocabulary, dtype=torch.bool, device=barred_TS.device)
+    rows, places = (barred_TS >= 0).nonzero(as_tuple=True)
+    support_TV[rows, barred_TS[rows, places]] = False
     return support_TV.scatter_(-1, targets_T[:, None], True)
