@@ -100,7 +100,10 @@ class InstantEngine:
     async def held(self) -> tuple[int, str, bool]:
         return self._held
 
-    async def load(self, manifest: Manifest, buckets: Sequence[Bytes]) -> None:
+    async def stage(self, manifest: Manifest, buckets: Sequence[Bytes]) -> None:
+        pass
+
+    async def load(self, manifest: Manifest) -> None:
         self._held = (manifest.version, manifest.digest, False)
 
     async def pause(self, mode: str, clear_cache: bool = True) -> None:

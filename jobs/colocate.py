@@ -42,7 +42,7 @@ async def colocate(cfg: Config, stop: asyncio.Event, train_step: TrainStep = fit
         if step == 0:
             await roles.evaluate(step)
         while not roles.finished(step):
-            await roles.producer.resume(version)  # engines wake
+            await roles.resume(version)  # engines wake
             status, batch_ref = await roles.produce_batch(step + 1)
             await roles.pause(step + 1)
             await roles.engines_to_ranks(step + 1)

@@ -31,7 +31,7 @@ from raypost.protocols import (
     TelemetryRole,
 )
 from raypost.report.terminal import RunDisplay
-from raypost.types import GroupCounts, ProduceBatchStatus, Ref, RunStatus
+from raypost.types import GroupCounts, ProduceBatchStatus, Ref, RunStatus, SyncReport
 
 T = TypeVar("T")
 Batch = tuple[TakeStatus, Ref[PackedGroups] | None]
@@ -62,6 +62,8 @@ class Roles:
     """The last evaluation; it may run while production goes on."""
     _saved: int = 0
     """Step of the newest checkpoint: at 0 there is nothing to lose."""
+    _sync: SyncReport | None = None
+    """The last sync, until it is recorded."""
     _last: dict[str, float] = field(default_factory=dict)
     """Held-out score and sync time, shown with the steps that follow."""
 
@@ -118,12 +120,28 @@ class Roles:
             await self.evaluated()
         await self.producer.pause(self.cfg.pause_mode(step, stopping=self.stop.is_set()))
 
+    async def prepare(self, version: int) -> None:
+        """Bring `version` close to the engines that will hold it. Production goes on, also if this fails."""
+        await self.broadcaster.prepare(version)
+        # Not at the same time: publishing is a collective of the ranks.
+        if self.evaluation_broadcaster is not None and self.cfg.eval_due(version):
+            await self.evaluation_broadcaster.prepare(version)
+
     async def broadcast(self, version: int) -> None:
-        """Bring `version` into every rollout worker, verified."""
-        report = await self.broadcaster.broadcast(version)
-        self._last[metrics.SYNC_S] = report.seconds
+        """Bring `version` into every rollout worker, verified. Production must be paused."""
+        self._sync = await self.broadcaster.broadcast(version)
+        self._last[metrics.SYNC_S] = self._sync.seconds
+
+    async def resume(self, version: int) -> None:
+        """Let production go on with `version`, then record its sync: no engine waits for that."""
+        await self.producer.resume(version)
         self.display.workers(await self.pool.states())
-        await self.telemetry.log_sync(report)
+        await self._record_sync()
+
+    async def _record_sync(self) -> None:
+        if self._sync is not None:
+            report, self._sync = self._sync, None
+            await self.telemetry.log_sync(report)
 
     async def save(self, step: int) -> None:
         """Write one checkpoint of the whole run. Production must be paused; what it froze is aborted."""
@@ -206,6 +224,7 @@ class Roles:
         except Exception as cause:
             # The run is over: what it measured must reach the disk, with or without the producer.
             log.warning("the producer gave no final counts: %s", cause)
+        await self._record_sync()
         report = await self.telemetry.finish(status, error, counts)
         self.display.finish(report, self.cfg.run_dir)
 

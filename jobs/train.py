@@ -33,7 +33,7 @@ async def train(cfg: Config, stop: asyncio.Event) -> None:
         await roles.broadcast(version=step)
         if step == 0:
             await roles.evaluate(step)
-        await roles.producer.resume(version=step)
+        await roles.resume(version=step)
         roles.produce()
         while not roles.finished(step):
             status, batch_ref = await roles.take_batch(step + 1)  # raises what ends production
@@ -44,6 +44,7 @@ async def train(cfg: Config, stop: asyncio.Event) -> None:
                 await roles.log(step, status, metrics)
             expired = batch_ref is None or status.status == ProduceBatchStatus.EXPIRED_BATCH
             if expired or cfg.sync_due(step) or stop.is_set():
+                await roles.prepare(version=step)  # production goes on
                 await roles.pause(step)
                 await roles.broadcast(version=step)
                 if cfg.save_due(step) or stop.is_set():
@@ -51,7 +52,7 @@ async def train(cfg: Config, stop: asyncio.Event) -> None:
                 if cfg.eval_due(step):
                     await roles.evaluate(step)
                 if not roles.finished(step):
-                    await roles.producer.resume(version=step)
+                    await roles.resume(version=step)
 
 
 if __name__ == "__main__":

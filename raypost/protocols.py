@@ -125,6 +125,10 @@ class Reference(Protocol):
 class WeightSink(Protocol):
     """Where a version of the weights goes: the rollout pool."""
 
+    async def stage_weights(self, manifest: Manifest, buckets: list[Ref[Bytes]]) -> None:
+        """Bring a version close to the live workers while they generate. Raises WeightError if what came differs."""
+        ...
+
     async def load_weights(self, manifest: Manifest, buckets: list[Ref[Bytes]]) -> list[WeightReport]:
         """Load into every live worker; what each says it holds. Raises WeightError if that differs."""
         ...
@@ -370,6 +374,10 @@ class ProducerRole(Protocol):
 
 class BroadcasterRole(Protocol):
     """The way of the weights from the trainer into a pool."""
+
+    async def prepare(self, version: int) -> None:
+        """Do all of `broadcast` that needs no pause. Raises WeightError or StaleWeightsError."""
+        ...
 
     async def broadcast(self, version: int) -> SyncReport:
         """Load `version` into every live worker, verified. Raises WeightError or StaleWeightsError."""

@@ -313,6 +313,8 @@ class SyncReport:
     publish_s: float
     load_s: float
     """Of the slowest worker."""
+    canary_s: float
+    """Until the slowest engine had answered on the canary prompt."""
     canary_difference: float
     """Largest logprob difference between an engine and the trainer; 0 when the canary is off."""
 

@@ -40,6 +40,7 @@ def sync_report(version: int) -> SyncReport:
         seconds=SYNC_S,
         publish_s=0.02,
         load_s=0.02,
+        canary_s=0.005,
         canary_difference=1.5e-6,
     )
 

@@ -274,6 +274,14 @@ class RolloutController(CallBatches):
                 worker.account(working=True)
         await self._notify()
 
+    async def stage_weights(self, manifest: Manifest, buckets: list[Ref[Bytes]]) -> None:
+        """Bring a version close to every live engine while requests run, so that `load_weights` takes less time.
+
+        A worker that dies meanwhile, or is not there yet, needs nothing but `load_weights`. Raises WeightError if
+        what arrived differs.
+        """
+        await self._on_every_up("stage_weights", self._sync_timeout_s, manifest, *buckets)
+
     async def load_weights(self, manifest: Manifest, buckets: list[Ref[Bytes]]) -> list[WeightReport]:
         """Load a version into every live worker; return what each says it holds afterwards. A pool that sleeps wakes.
 

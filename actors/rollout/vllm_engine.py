@@ -9,9 +9,12 @@ Imports vLLM, which reads the environment: import this module only after the env
 
 from __future__ import annotations
 
+import asyncio
+import fcntl
 import os
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
+from contextlib import ExitStack
+from io import FileIO
 from typing import Literal
 
 import numpy as np
@@ -43,6 +46,8 @@ Memory = Literal["weights", "kv_cache"]
 
 CANARY_PRIORITY = EVALUATION_PRIORITY - 1
 
+STAGED_POLL_S = 0.005
+
 
 class RolloutEngine(VllmEngine):
     """An engine that generates, and whose weights are replaced by the trainer's."""
@@ -50,6 +55,7 @@ class RolloutEngine(VllmEngine):
     def __init__(self, model_path: str, config: EngineConfig) -> None:
         """Start the engine's processes, which blocks for seconds. Weights are random until the first load."""
         self._asleep: set[Memory] = set()
+        self._staged: Manifest | None = None
         super().__init__(
             model_path,
             config,
@@ -119,9 +125,12 @@ class RolloutEngine(VllmEngine):
         """Abort the requests in the engine, or freeze them; then drop all cached keys and values. Later ones queue.
 
         Returns once the engine is idle. Every token has left the engine by then, with the version it was sampled
-        under, so none of them can take on a version that is loaded afterwards.
+        under, so none of them can take on a version that is loaded afterwards. What the engine gave back may still be
+        on its way to those who asked for it: wait for their answers.
         """
-        await self.llm.pause_generation(mode=mode, clear_cache=clear_cache)
+        # AsyncLLM.pause_generation sleeps 20 ms after this call, for those who do not wait for answers, and before it
+        # empties a cache of images, which no request here has.
+        await self.llm.engine_core.pause_scheduler_async(mode=mode, clear_cache=clear_cache)
 
     async def resume(self) -> None:
         """Let requests run again."""
@@ -153,20 +162,37 @@ class RolloutEngine(VllmEngine):
             await self.llm.wake_up(list(woken))
             self._asleep.difference_update(woken)
 
-    async def load(self, manifest: Manifest, buckets: Sequence[Bytes]) -> None:
-        """Load a version into a paused engine. Raises what vLLM raises, the cause in the text.
+    async def stage(self, manifest: Manifest, buckets: Sequence[Bytes]) -> None:
+        """Bring a version's bytes into the engine's processes and verify them there; requests may run meanwhile.
+
+        Takes the place of what was staged before; the same version again does nothing. Raises what vLLM raises, the
+        cause in the text: then nothing is staged.
+        """
+        if self._staged == manifest:
+            return
+        self._staged = None
+        bases = set(await self.llm.collective_rpc("held_base"))
+        # A base that the engine keeps is not copied again.
+        first = manifest.base_buckets if manifest.base and bases == {manifest.base} else 0
+        with ExitStack() as files:
+            copies = [files.enter_context(await asyncio.to_thread(_copy, one)) for one in buckets[first:]]
+            paths = [f"/proc/{os.getpid()}/fd/{copy.fileno()}" for copy in copies]
+            await self.llm.collective_rpc("stage_weights", args=(manifest.encoded(), paths))
+        while not all(await self.llm.collective_rpc("staged_weights")):
+            await asyncio.sleep(STAGED_POLL_S)
+        self._staged = manifest
+
+    async def load(self, manifest: Manifest) -> None:
+        """Load the version that is staged into a paused engine. Raises what vLLM raises, the cause in the text.
 
         Frozen requests lose their keys and values, which the old weights made: vLLM preempts them, and when
         they go on, it first runs prompt and response so far through the new weights.
         """
-        bases = set(await self.llm.collective_rpc("held_base"))
-        # A base that the engine keeps is not copied again.
-        first = manifest.base_buckets if manifest.base and bases == {manifest.base} else 0
-        with _shared(buckets[first:]) as paths:
-            update = {"manifest": manifest.encoded(), "paths": paths}
-            await self.llm.start_weight_update()
-            await self.llm.update_weights(WeightTransferUpdateRequest(update))
-            await self.llm.finish_weight_update(weight_version=str(manifest.version))
+        self._staged = None
+        update = {"version": manifest.version, "digest": manifest.digest}
+        await self.llm.start_weight_update()
+        await self.llm.update_weights(WeightTransferUpdateRequest(update))
+        await self.llm.finish_weight_update(weight_version=str(manifest.version))
         await self.llm.reset_prefix_cache(reset_running_requests=True)
 
     async def held(self) -> tuple[int, str, bool]:
@@ -177,23 +203,17 @@ class RolloutEngine(VllmEngine):
         return answers.pop()
 
 
-@contextmanager
-def _shared(buckets: Sequence[Bytes]) -> Iterator[list[str]]:
-    """Yield paths under which another process of this user can map copies of the buckets.
+def _copy(bucket: Bytes) -> FileIO:
+    """Return a memory file with the bucket's bytes, which nobody can change: what is verified stays as it was.
 
-    Memory files have no name: none of them stays behind, however this process ends.
+    It has no name, so it does not stay behind, however this process ends.
     """
-    files: list[int] = []
-    try:
-        for bucket in buckets:
-            files.append(os.memfd_create("raypost-weights"))
-            rest = bucket.data
-            while rest:
-                rest = rest[os.write(files[-1], rest) :]
-        yield [f"/proc/{os.getpid()}/fd/{file}" for file in files]
-    finally:
-        for file in files:
-            os.close(file)
+    file = FileIO(os.memfd_create("raypost-weights", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING), "wb")
+    rest = bucket.data
+    while rest:
+        rest = rest[file.write(rest) :]
+    fcntl.fcntl(file, fcntl.F_ADD_SEALS, fcntl.F_SEAL_WRITE | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW)
+    return file
 
 
 def _sampling(params: SampleParams) -> SamplingParams:

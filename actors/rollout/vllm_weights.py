@@ -4,8 +4,9 @@ Owns what happens there from mapped bytes to a model that uses them, and the rec
 Imported by vLLM through `worker_extension_cls`, which also registers the transfer engine. What the rollout
 worker sends is the manifest and a path of shared memory a bucket; bytes never pass through an RPC.
 
+    stage_weights         map -> check names, shapes -> verify digests on a thread; requests may run meanwhile
     start_weight_update   nothing: the old weights stay in use until the new bytes are verified
-    update_weights        map -> verify digests, names, shapes -> layerwise reload of what differs, adapters added
+    update_weights        layerwise reload of what differs in the version that is staged, adapters added
     finish_weight_update  finalize -> pack heads again -> record what the model holds
 
 The base that adapters are added to stays mapped: it is sent, verified and kept once, outside the model.
@@ -20,6 +21,7 @@ import logging
 import mmap
 import os
 from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from math import prod
 from typing import Any
@@ -50,10 +52,20 @@ BACKEND = "raypost"
 
 @dataclass
 class PublishedVersion(WeightTransferUpdateInfo):  # type: ignore[misc]  # mypy does not follow vLLM
-    """Sent for each version: its manifest, encoded, and one path a bucket; without those of a base that is held."""
+    """Names the version to load, which must be staged."""
 
-    manifest: str
-    paths: list[str]
+    version: int
+    digest: str
+
+
+@dataclass(frozen=True, slots=True)
+class StagedVersion:
+    """A version that is mapped here and not loaded."""
+
+    manifest: Manifest
+    buckets: list[Bytes]
+    verified: Future[None]
+    """Ends with a WeightError if the bytes are not those of the manifest."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,6 +105,8 @@ class SharedMemoryTransfer(
         super().__init__(config, vllm_config, device, model)
         self.held: LoadedVersion | None = None
         self.base: Base | None = None
+        self._staged: StagedVersion | None = None
+        self._verifier = ThreadPoolExecutor(1, "verify-weights")
         self.touched = False
         """True from the first change of the model until all of the version is in place."""
         self._loading: Manifest | None = None
@@ -115,19 +129,38 @@ class SharedMemoryTransfer(
         """Do nothing: see the module."""
 
     def update_weights(self, update_info: dict[str, Any]) -> None:
-        """Load one version. Raises WeightError and keeps the old weights if the bytes differ from what was sent."""
+        """Load the version that is staged. Raises WeightError, and keeps the old weights, if it is another one."""
         self.receive_weights(self.parse_update_info(update_info))
         if self.device.type != "cpu":
             torch.accelerator.synchronize()
 
-    def receive_weights(self, update_info: PublishedVersion) -> None:
-        """Verify, then reload layer by layer what the model does not hold. Raises WeightError naming the tensor."""
-        manifest, buckets = Manifest.decoded(update_info.manifest), [_map(path) for path in update_info.paths]
+    def stage(self, manifest: Manifest, paths: list[str]) -> None:
+        """Map a version and begin to verify its bytes; `paths` has those of its base only if that is not held.
+
+        Raises WeightError if its tensors are not the model's.
+        """
+        self._staged = None
         self._check_tensors(manifest)
-        known = ""
+        buckets, known = [_map(path) for path in paths], ""
         if self.base is not None and len(buckets) < len(manifest.bucket_sizes):
             known, buckets = self.base.digest, self.base.buckets + buckets
-        verify(manifest, buckets, known)
+        verified = self._verifier.submit(verify, manifest, buckets, known)
+        self._staged = StagedVersion(manifest, buckets, verified)
+
+    @property
+    def staged(self) -> StagedVersion:
+        """What is mapped and not loaded. Raises WeightError if there is nothing."""
+        if self._staged is None:
+            raise WeightError("no version is staged: stage one first")
+        return self._staged
+
+    def receive_weights(self, update_info: PublishedVersion) -> None:
+        """Reload layer by layer what the model does not hold. Raises WeightError naming a tensor of wrong bytes."""
+        manifest, buckets = self.staged.manifest, self.staged.buckets
+        if (manifest.version, manifest.digest) != (update_info.version, update_info.digest):
+            raise WeightError(f"version {manifest.version} is staged, not version {update_info.version}")
+        self.staged.verified.result()
+        self._staged = None
         self.base = Base(manifest.base, buckets[: manifest.base_buckets]) if manifest.base else None
         contents = {} if self.held is None else self.held.contents
         self.held = None
@@ -198,7 +231,8 @@ class SharedMemoryTransfer(
                 module.quant_method.process_weights_after_loading(module)
 
     def shutdown(self) -> None:
-        """Do nothing: mappings end with the update that made them."""
+        """End the thread that verifies."""
+        self._verifier.shutdown(wait=False, cancel_futures=True)
 
     def _check_tensors(self, manifest: Manifest) -> None:
         sent = {entry.name: entry for entry in manifest.tensors}
@@ -253,6 +287,15 @@ class WeightExtension(OwnedProcess):
     def forget_weights(self) -> None:
         """Count what the model holds as no version, until one is loaded."""
         self.weight_transfer_engine.held = None
+
+    def stage_weights(self, manifest: str, paths: list[str]) -> None:
+        """Begin to verify a version; `manifest` is encoded. See SharedMemoryTransfer.stage."""
+        self.weight_transfer_engine.stage(Manifest.decoded(manifest), paths)
+
+    def staged_weights(self) -> bool:
+        """Return whether the version that is staged is verified. Raises WeightError naming the tensor that differs."""
+        verified = self.weight_transfer_engine.staged.verified
+        return verified.done() and verified.result() is None
 
     def held_weights(self) -> tuple[int, str, bool]:
         """Return (version, digest, touched): what the model holds, or -1 and ""; whether it is half loaded."""

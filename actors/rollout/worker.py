@@ -69,6 +69,8 @@ class RolloutWorker(CallBatches):
         self._life = EngineLife(name, engine, self._make_engine)
         self._broken: str | None = None
         self._control = asyncio.Lock()
+        self._staging = asyncio.Lock()
+        """Taken after the other one. Staging takes only this one, so that no pause waits for it."""
         self._gate = EngineGate(name, PauseDeadlines(engine.rollout.pause_timeout_s), self._life)
         self._version = NO_VERSION
         self._generated_tokens = 0
@@ -230,16 +232,34 @@ class RolloutWorker(CallBatches):
             with self._whole("waking"):
                 await self._life.alive(engine.wake(*memory))
 
+    async def stage_weights(self, manifest: Manifest, *buckets: Bytes) -> None:
+        """Bring a version into the engine's processes and verify it there, so that loading it takes less time.
+
+        The engine may serve meanwhile. Nothing to do without a whole engine, or for a version that is held. Raises
+        WeightError naming the tensor for bytes that differ from what was published.
+        """
+        async with self._staging:
+            engine = self._life.engine
+            if engine is None or self._broken is not None or manifest.version <= self._version:
+                return
+            try:
+                await self._life.alive(engine.stage(manifest, buckets))
+            except Exception as error:
+                raise WeightError(
+                    f"{self._name} did not stage version {manifest.version}: {error}"
+                ) from error
+
     async def load_weights(self, manifest: Manifest, *buckets: Bytes) -> WeightReport:
         """Load a version into the paused engine; return what the engine then says it holds.
 
         Frozen requests stay, and after `resume` their whole prefix runs through the new weights first. Of an engine
-        that sleeps, the memory of the weights wakes. The version already held is acknowledged without loading. An
+        that sleeps, the memory of the weights wakes. What `stage_weights` did not do is done first. The version
+        already held is acknowledged without loading. An
         engine left half loaded is replaced first, and what was frozen in it comes back as from an abort. Raises
         StaleWeightsError for an older version, WeightError naming the tensor for bytes that differ from what was
         published; then the old version stays, unless the engine broke, which `resume` refuses.
         """
-        async with self._control:
+        async with self._control, self._staging:
             if self._life.engine is not None and not self._gate.stopped:
                 raise WeightError(f"{self._name} is serving version {self._version}: pause it before loading")
             if self._life.engine is None or self._broken is not None:
@@ -264,11 +284,12 @@ class RolloutWorker(CallBatches):
 
     async def _load(self, engine: RolloutEngine, manifest: Manifest, buckets: Sequence[Bytes]) -> None:
         await self._wake(engine, "weights")
-        # As in _whole; but an error that leaves the old weights untouched leaves the engine whole.
-        self._broken = f"loading version {manifest.version} was interrupted"
-        self._version = NO_VERSION
         try:
-            await self._life.alive(engine.load(manifest, buckets))
+            await self._life.alive(engine.stage(manifest, buckets))
+            # As in _whole; but an error that leaves the old weights untouched leaves the engine whole.
+            self._broken = f"loading version {manifest.version} was interrupted"
+            self._version = NO_VERSION
+            await self._life.alive(engine.load(manifest))
         except Exception as error:
             self._version, _, touched = await self._life.alive(engine.held())
             kept = "its old weights are untouched" if self._version >= 0 else "it holds no version"

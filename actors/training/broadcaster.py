@@ -1,7 +1,11 @@
 """WeightBroadcaster: brings one version of the weights from the trainer into every rollout worker.
 
-    trainer.publish(version) -> (manifest, bucket refs) -> controller.load_weights -> acknowledgements
-                             -> canary: engine and trainer agree on the logprobs of a fixed prompt
+    prepare      trainer.publish(version) -> (manifest, bucket refs) -> controller.stage_weights
+                                                                     -> canary of the trainer
+    broadcast    controller.load_weights -> acknowledgements
+                 canary of the engines: they and the trainer agree on the logprobs of a fixed prompt
+
+Engines generate while a version is prepared, and are paused while it is broadcast.
 
 Owns the order of a sync and its verification, not the weights: the bucket refs pass through unopened.
 Invariant: `broadcast(v)` returns only when every live worker acknowledged version v with the digest that
@@ -10,7 +14,9 @@ was sent, and their logprobs agree with the trainer's. Versions never go back.
 
 from __future__ import annotations
 
+import asyncio
 import time
+from typing import NamedTuple
 
 import numpy as np
 
@@ -18,7 +24,19 @@ from raypost.config import SyncConfig
 from raypost.errors import StaleWeightsError, WeightError
 from raypost.protocols import WeightSink, WeightSource
 from raypost.spans import SpanLog
-from raypost.types import FloatArray, IntArray, Span, SyncReport
+from raypost.types import FloatArray, IntArray, Ref, Span, SyncReport
+from raypost.weights.manifest import Bytes, Manifest
+
+
+class PreparedVersion(NamedTuple):
+    """A version that is published and close to the engines, and what they must answer once they hold it."""
+
+    manifest: Manifest
+    buckets: list[Ref[Bytes]]
+    expected: FloatArray | None
+    """Logprobs of the canary; None where it is off."""
+    publish_s: float
+    seconds: float
 
 
 class WeightBroadcaster:
@@ -42,6 +60,8 @@ class WeightBroadcaster:
         self._canary_ids = canary_ids
         self._offload = offload
         self._version = -1
+        self._prepared: PreparedVersion | None = None
+        self._preparing = asyncio.Lock()
         self._base = ""
         self._last: SyncReport | None = None
         self._spans = SpanLog("broadcaster")
@@ -50,28 +70,58 @@ class WeightBroadcaster:
         """Return the name that logs and errors use."""
         return "weight-broadcaster"
 
-    async def broadcast(self, version: int) -> SyncReport:
-        """Publish and load `version` everywhere. Repeated for the version all hold: nothing is sent.
+    async def prepare(self, version: int) -> None:
+        """Publish `version` and bring it close to the engines, which may generate meanwhile. Idempotent.
 
         Raises WeightError when what arrived differs, StaleWeightsError when `version` goes back.
         """
+        self._check_order(version)
+        if version > self._version:
+            await self._prepare(version)
+
+    def _check_order(self, version: int) -> None:
         if version < self._version:
             raise StaleWeightsError(f"cannot broadcast version {version}: {self._version} is already out")
+
+    async def _prepare(self, version: int) -> PreparedVersion:
+        async with self._preparing:
+            if self._prepared is None or self._prepared.manifest.version != version:
+                start = time.time()
+                manifest, buckets = await self._trainer.publish(version)
+                published = time.time()
+                expected, _ = await asyncio.gather(
+                    self._canary_of_trainer(), self._controller.stage_weights(manifest, buckets)
+                )
+                self._prepared = PreparedVersion(
+                    manifest, buckets, expected, published - start, time.time() - start
+                )
+            return self._prepared
+
+    async def _canary_of_trainer(self) -> FloatArray | None:
+        verified = self._sync.canary_tolerance is not None
+        return await self._trainer.canary(self._canary_ids) if verified else None
+
+    async def broadcast(self, version: int) -> SyncReport:
+        """Load `version` everywhere, prepared if it is not yet. Repeated for the version all hold: nothing is sent.
+
+        Raises WeightError when what arrived differs, StaleWeightsError when `version` goes back.
+        """
+        self._check_order(version)
         if self._last is not None and version == self._version:
             if self._offload:
                 await self._trainer.offload()
             return self._last
-        start = time.time()
         with self._spans.span("sync"):
-            manifest, buckets = await self._trainer.publish(version)
-            published = time.time()
-            verified = self._sync.canary_tolerance is not None
-            expected = await self._trainer.canary(self._canary_ids) if verified else None
+            prepared = await self._prepare(version)
+            manifest, start = prepared.manifest, time.time()
             if self._offload:
                 await self._trainer.offload()
-            reports = await self._controller.load_weights(manifest, buckets)
-            difference = await self._check_canary(version, expected)
+            reports = await self._controller.load_weights(manifest, prepared.buckets)
+            loaded = time.time()
+            difference = await self._check_canary(version, prepared.expected)
+        end = time.time()
         self._version = version
+        self._prepared = None
         base = self._base
         self._base = manifest.base
         self._last = SyncReport(
@@ -79,9 +129,10 @@ class WeightBroadcaster:
             digest=manifest.digest,
             num_workers=len(reports),
             nbytes=sum(manifest.bucket_sizes[manifest.base_buckets if manifest.base == base else 0 :]),
-            seconds=time.time() - start,
-            publish_s=published - start,
+            seconds=prepared.seconds + end - start,
+            publish_s=prepared.publish_s,
             load_s=max(report.load_s for report in reports),
+            canary_s=end - loaded,
             canary_difference=difference,
         )
         return self._last

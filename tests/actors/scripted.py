@@ -102,6 +102,9 @@ class ScriptedWorker(CallBatches):
         self.version, self.digest = manifest.version, "lie" if self.lie else manifest.digest
         return WeightReport(version=self.version, digest=self.digest, worker=self.name, load_s=0.01)
 
+    async def stage_weights(self, manifest: Any, *buckets: Any) -> None:
+        """Nothing has to be brought anywhere."""
+
     async def canary(self, prompt_ids: np.ndarray) -> np.ndarray:
         return np.zeros(len(prompt_ids) - 1, np.float32)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import copy
 import os
 import signal
 import time
@@ -215,6 +216,46 @@ async def test_flipped_byte_is_refused_by_name_and_the_old_weights_still_serve(b
     await bench.assert_serves(bench.version)
 
 
+@one_engine
+async def test_version_is_staged_while_the_old_one_serves_and_loaded_from_there(bench: Bench) -> None:
+    await bench.sync()
+    calls = [asyncio.create_task(bench.worker.generate(request(f"r{i}", 200))) for i in range(8)]
+    old = copy.deepcopy(bench.model)
+    change(bench.model)
+    manifest, buckets = publish(bench.model, bench.version + 1)
+    victim = manifest.tensors[7]
+    buckets[victim.bucket][victim.offset + 5] ^= 1
+    with pytest.raises(WeightError, match=f"did not stage version {bench.version + 1}: .*{victim.name}"):
+        await bench.worker.stage_weights(manifest, *buckets)
+    buckets[victim.bucket][victim.offset + 5] ^= 1
+    await bench.worker.stage_weights(manifest, *buckets)
+    results = await asyncio.gather(*calls)
+    assert {(result.finish_reason, *set(result.policy_versions)) for result in results} == {
+        ("length", bench.version)
+    }
+    assert max(difference(old, result) for result in results) < TOLERANCE
+
+    await bench.worker.pause()
+    bench.version += 1
+    # Its bytes do not travel again: what the sender has in their place does not matter.
+    empty = [np.zeros_like(bucket) for bucket in buckets]
+    assert (await bench.worker.load_weights(manifest, *empty)).digest == manifest.digest
+    await bench.worker.resume(bench.version)
+    await bench.assert_serves(bench.version)
+
+
+@one_engine
+async def test_what_was_staged_gives_way_to_another_version(bench: Bench) -> None:
+    await bench.sync()
+    skipped, buckets = publish(bench.model, bench.version + 1)
+    await bench.worker.stage_weights(skipped, *buckets)
+    bench.version += 1
+    await bench.sync()
+    await bench.assert_serves(bench.version)
+    await bench.worker.stage_weights(skipped, *buckets)
+    await bench.assert_serves(bench.version)
+
+
 @pytest.mark.parametrize("how", ["missing", "unexpected", "misshapen"])
 async def test_manifest_that_does_not_fit_the_model_is_refused_by_name(bench: Bench, how: str) -> None:
     await bench.sync()
@@ -385,6 +426,19 @@ async def test_interrupted_load_never_serves_and_the_next_load_repairs_it(bench:
     assert bench.gaps(frozen).max() < TOLERANCE
     await bench.worker.resume(bench.version)
     await bench.assert_serves(bench.version)
+
+
+async def test_bytes_that_were_sent_can_be_changed_by_nobody() -> None:
+    from actors.rollout.vllm_engine import _copy
+
+    sent = np.arange(9, dtype=np.uint8)
+    with _copy(sent) as file:
+        path = f"/proc/{os.getpid()}/fd/{file.fileno()}"
+        with pytest.raises(PermissionError):
+            os.pwrite(file.fileno(), b"x", 3)
+        with pytest.raises(PermissionError):
+            os.truncate(path, 4)
+        assert np.array_equal(np.fromfile(path, np.uint8), sent)
 
 
 # ---------------------------------------------------------------- as a Ray actor

@@ -16,6 +16,7 @@ from jobs.driver import Job
 from jobs.roles import Roles
 from raypost.checkpoint import CheckpointDir
 from raypost.config import Config
+from raypost.errors import WeightError
 from raypost.protocols import TakeStatus
 from raypost.types import ProduceBatchStatus
 from tests.factories import CHAIN_SUM, make_config
@@ -134,6 +135,27 @@ class Scene:
         for _ in range(9):
             await self._turn("evaluate")
         return {"held_out": 0.5}
+
+
+class FailingScene(Scene):
+    """The trainer cannot publish its second version."""
+
+    async def prepare(self, version: int) -> None:
+        await self._turn("prepare")
+        if version == 2:
+            raise WeightError("nothing to publish")
+
+
+def test_production_is_paused_for_what_was_prepared_and_not_for_a_publication_that_fails(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cfg = stop_config(tmp_path, "separate")
+    scene = FailingScene(cfg, tmp_path / "checkpoints", None)
+    monkeypatch.setattr(train, "spawn", scene.spawn)
+    with pytest.raises(WeightError, match="nothing to publish"):
+        asyncio.run(asyncio.wait_for(train.train(cfg, scene.stop), 20))
+    order = [call for call in scene.calls if call in ("prepare", "pause", "broadcast", "resume")]
+    assert order == ["broadcast", "resume", "prepare", "pause", "broadcast", "resume", "prepare"]
 
 
 @pytest.mark.parametrize(

@@ -34,8 +34,16 @@ class ScriptedTrainer:
 class ScriptedPool:
     def __init__(self, drift: float = 0.0) -> None:
         self.drift = drift
+        self.calls: list[str] = []
+        self.spoilt = False
+
+    async def stage_weights(self, manifest: Manifest, buckets: list[Any]) -> None:
+        self.calls.append(f"stage {manifest.version}")
+        if self.spoilt:
+            raise WeightError("'w' arrived otherwise")
 
     async def load_weights(self, manifest: Manifest, buckets: list[Any]) -> list[WeightReport]:
+        self.calls.append(f"load {manifest.version}")
         return [
             WeightReport(version=manifest.version, digest=manifest.digest, worker="rollout-0", load_s=0.25)
         ]
@@ -45,11 +53,11 @@ class ScriptedPool:
 
 
 def broadcaster(
-    drift: float = 0.0, tolerance: float | None = 1e-3
+    drift: float = 0.0, tolerance: float | None = 1e-3, pool: ScriptedPool | None = None
 ) -> tuple[WeightBroadcaster, ScriptedTrainer]:
     trainer = ScriptedTrainer()
     return WeightBroadcaster(
-        trainer, ScriptedPool(drift), SyncConfig(canary_tolerance=tolerance), CANARY
+        trainer, pool or ScriptedPool(drift), SyncConfig(canary_tolerance=tolerance), CANARY
     ), trainer
 
 
@@ -64,6 +72,32 @@ async def test_same_version_again_sends_nothing() -> None:
     sync, trainer = broadcaster()
     assert await sync.broadcast(3) == await sync.broadcast(3)
     assert trainer.published == [3]
+
+
+async def test_what_is_prepared_is_loaded_by_the_broadcast_and_published_once() -> None:
+    pool = ScriptedPool()
+    sync, trainer = broadcaster(pool=pool)
+    await sync.prepare(3)
+    await sync.prepare(3)
+    assert (pool.calls, trainer.published) == (["stage 3"], [3])
+    assert (await sync.broadcast(3)).version == 3
+    await sync.prepare(3)
+    assert (pool.calls, trainer.published) == (["stage 3", "load 3"], [3])
+    await sync.broadcast(4)
+    assert (pool.calls[2:], trainer.published) == (["stage 4", "load 4"], [3, 4])
+    with pytest.raises(StaleWeightsError, match="cannot broadcast version 3: 4 is already out"):
+        await sync.prepare(3)
+
+
+async def test_a_preparation_that_failed_is_made_again() -> None:
+    pool = ScriptedPool()
+    sync, trainer = broadcaster(pool=pool)
+    pool.spoilt = True
+    with pytest.raises(WeightError, match="arrived otherwise"):
+        await sync.prepare(1)
+    pool.spoilt = False
+    assert (await sync.broadcast(1)).version == 1
+    assert (pool.calls, trainer.published) == (["stage 1", "stage 1", "load 1"], [1, 1])
 
 
 async def test_a_base_counts_as_sent_with_the_first_version_that_has_it() -> None:
