@@ -26,7 +26,6 @@ from collections.abc import Mapping
 from enum import Enum
 from pathlib import Path
 from typing import Any
-from zipfile import BadZipFile
 
 import numpy as np
 import xxhash
@@ -204,7 +203,7 @@ class CheckpointDir:
 
     @staticmethod
     def save_state(path: Path, name: str, state: Any) -> None:
-        """Write `name`.json and `name`.npz below `path`.
+        """Write `name`.json, and its arrays one after the other into `name`.npy, below `path`.
 
         `state` is None, bool, int, float, str, bytes, lists, tuples, dicts (any plain keys), NumPy arrays
         and scalars, and raypost's own dataclasses and enums, nested at will. Raises CheckpointError naming
@@ -212,8 +211,9 @@ class CheckpointDir:
         """
         arrays: list[np.ndarray] = []
         encoded = _encode(state, arrays, name)
-        with (path / f"{name}.npz").open("wb") as file:
-            np.savez(file, *arrays)
+        with (path / f"{name}.npy").open("wb") as file:
+            for array in arrays:
+                np.save(file, array, allow_pickle=False)
         (path / f"{name}.json").write_text(json.dumps(encoded))
 
     @staticmethod
@@ -222,10 +222,19 @@ class CheckpointDir:
 
         Raises CheckpointError.
         """
+        if (path / f"{name}.npz").exists():
+            raise CheckpointError(
+                f"state {name!r} in {path} is of an earlier format, with its arrays in {name}.npz: continue the "
+                "run with the version that saved it, or begin another one"
+            )
         try:
             encoded = json.loads((path / f"{name}.json").read_text())
-            with np.load(path / f"{name}.npz", allow_pickle=False) as archive:
-                arrays = [archive[f"arr_{i}"] for i in range(len(archive.files))]
+            arrays = []
+            with (path / f"{name}.npy").open("rb") as file:
+                end = file.seek(0, os.SEEK_END)
+                file.seek(0)
+                while file.tell() < end:
+                    arrays.append(np.load(file, allow_pickle=False))
             return _decode(encoded, arrays)
         except (
             OSError,
@@ -234,7 +243,6 @@ class CheckpointDir:
             TypeError,
             AttributeError,
             ImportError,
-            BadZipFile,
         ) as error:
             raise CheckpointError(f"state {name!r} in {path} cannot be read: {error!r}") from error
 

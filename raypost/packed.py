@@ -1,24 +1,36 @@
 """PackedGroups: groups as a few flat arrays, the form in which they cross processes, are stored and journaled.
 
 Owns the columnar layout, cutting and joining it, and how it is pickled. Versions and masks, which rarely change
-within a trajectory, are kept as runs. A group's details (texts, metadata, sampling parameters) travel as one
-pickled row a group, which nobody on the way opens.
+within a trajectory, are kept as runs. A group's details (texts, metadata, sampling parameters) are encoded once, when
+it is packed: they travel, and are journaled and saved, as bytes that nobody on the way opens.
 
 Invariants: `unpack_groups(pack_groups(groups))` equals `groups`; `join_groups(split_groups(packed))` equals
-`packed`; what `split_groups` and `join_groups` return shares no memory with anything.
+`packed`; what `split_groups` and `join_groups` return shares no memory with anything; unpacking bytes of any origin
+makes plain data and runs no code.
 """
 
 from __future__ import annotations
 
+import io
 import pickle
 from collections.abc import Sequence
 from dataclasses import dataclass
+from types import BuiltinFunctionType, FunctionType
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from raypost.types import FloatArray, Group, GroupKey, IntArray, MaskArray, RolloutState, Status
+from raypost.types import (
+    FloatArray,
+    Group,
+    GroupKey,
+    IntArray,
+    MaskArray,
+    RolloutState,
+    SampleParams,
+    Status,
+)
 
 DENSE = {
     "prompt_ids": np.int32,
@@ -119,23 +131,6 @@ class PackedGroups:
         return (self.prompt_offsets, tokens, tokens, runs, runs, runs)
 
     @property
-    def header(self) -> list[dict[str, Any]]:
-        """What is not per token, a dict a trajectory; made anew by every call."""
-        keys = np.repeat(np.arange(self.num_groups), self.group_sizes).tolist()
-        facts = zip(keys, self.status_codes.tolist(), self.num_aborts.tolist(), strict=True)
-        rows = (row for group in range(self.num_groups) for row in self._rows(group))
-        return [
-            {
-                "task": self.tasks[group],
-                "group_id": int(self.group_ids[group]),
-                "status": _STATUSES[code],
-                "num_aborts": aborts,
-                **dict(zip(_DETAILS, row, strict=True)),
-            }
-            for (group, code, aborts), row in zip(facts, rows, strict=True)
-        ]
-
-    @property
     def versions(self) -> IntArray:
         """Version of every response token of all trajectories; a new array."""
         return np.repeat(self.run_versions, self.run_lengths)
@@ -147,8 +142,7 @@ class PackedGroups:
 
     def _rows(self, group: int) -> list[tuple[Any, ...]]:
         start, end = self.detail_offsets[group], self.detail_offsets[group + 1]
-        rows: list[tuple[Any, ...]] = pickle.loads(self.details.data[start:end])
-        return rows
+        return _decode_details(self.details.data[start:end])
 
 
 def group_statuses(packed: PackedGroups) -> list[Status]:
@@ -177,7 +171,8 @@ def group_starts(packed: PackedGroups) -> NDArray[np.int64]:
 def pack_groups(groups: Sequence[Group]) -> PackedGroups:
     """Return the columnar form of the groups; `unpack_groups` restores equal ones.
 
-    Raises AlignmentError, and ValueError for a group without members, or with one that names another group.
+    Raises AlignmentError, and ValueError for a group without members, or with one that names another group, or with
+    details that are no plain data.
     """
     states = [state for group in groups for state in group.states]
     for state in states:
@@ -188,10 +183,7 @@ def pack_groups(groups: Sequence[Group]) -> PackedGroups:
         for state in group.states:
             if (state.task, state.group_id) != group.key:
                 raise ValueError(f"group {group.key} has a member of group {(state.task, state.group_id)}")
-    details = [
-        pickle.dumps([tuple(getattr(state, name) for name in _DETAILS) for state in group.states], 5)
-        for group in groups
-    ]
+    details = [_encode_details(group) for group in groups]
     columns = {
         name: np.concatenate([np.empty(0, dtype), *(getattr(state, name) for state in states)]).astype(
             dtype, copy=False
@@ -256,6 +248,78 @@ def unpack_groups(packed: PackedGroups) -> list[Group]:
             n += 1
         groups.append(Group(task=task, group_id=group_id, states=states))
     return groups
+
+
+# ---------------------------------------------------------------- details
+
+
+def _encode_details(group: Group) -> bytes:
+    """Return the rows of the group's members as bytes; what siblings share is in there once."""
+    file = io.BytesIO()
+    try:
+        _PlainPickler(file, 5).dump(
+            [tuple(getattr(state, name) for name in _DETAILS) for state in group.states]
+        )
+    except (TypeError, pickle.PicklingError) as error:
+        raise ValueError(f"group {group.key}: {error}") from error
+    return file.getvalue()
+
+
+def _decode_details(data: memoryview) -> list[tuple[Any, ...]]:
+    rows: list[tuple[Any, ...]] = _PlainUnpickler(io.BytesIO(data)).load()
+    return rows
+
+
+class _PlainPickler(pickle.Pickler):
+    """Refuses what `_PlainUnpickler` would: the one who made it shall hear of it, not one who reads it later."""
+
+    def reducer_override(self, obj: Any) -> Any:
+        """Return how to make the object again; called for all that is not of a builtin type."""
+        if type(obj) is SampleParams:
+            return _sample_params, ({name: getattr(obj, name) for name in SampleParams.__slots__},)
+        if isinstance(obj, _CONSTRUCTORS) and not _is_plain(obj.__module__, obj.__qualname__):
+            raise TypeError(
+                f"metadata holds a {obj.__module__}.{obj.__qualname__}: it must be plain data, that is numbers, texts, "
+                "dates, lists, dicts and NumPy arrays"
+            )
+        return NotImplemented
+
+
+class _PlainUnpickler(pickle.Unpickler):
+    """Makes plain data and nothing else: bytes may come from a file that anybody wrote."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        """Return one of the few constructors that are harmless."""
+        if not _is_plain(module, name):
+            raise pickle.UnpicklingError(f"{module}.{name} is no plain data")
+        return super().find_class(module, name)
+
+
+def _sample_params(fields: dict[str, Any]) -> SampleParams:
+    return SampleParams(**fields)
+
+
+_PLAIN = {
+    "raypost.packed": {"_sample_params"},
+    "raypost.types": {"Status"},
+    "builtins": {"bytearray", "complex", "frozenset", "set"},
+    "collections": {"OrderedDict"},
+    "datetime": {"date", "datetime", "time", "timedelta", "timezone"},
+    "decimal": {"Decimal"},
+    "fractions": {"Fraction"},
+    "uuid": {"SafeUUID", "UUID"},
+    "numpy": {"dtype", "ndarray"},
+    "numpy._core.multiarray": {"_reconstruct", "scalar"},
+    "numpy._core.numeric": {"_frombuffer"},
+}
+"""Constructors of what may stand in metadata beside numbers, texts, bytes, lists, tuples, dicts and None, by module."""
+
+
+def _is_plain(module: str, name: str) -> bool:
+    return name in _PLAIN.get(module, ())
+
+
+_CONSTRUCTORS = (type, FunctionType, BuiltinFunctionType)
 
 
 # ---------------------------------------------------------------- cutting and joining

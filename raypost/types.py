@@ -130,7 +130,7 @@ class RolloutState:
     prompt_ids: IntArray
     sample_params: SampleParams
     metadata: dict[str, Any] = field(default_factory=dict)
-    """Data for the judge (the answer, the dataset's entry). Plain data only."""
+    """Data for the judge (the answer, the dataset's entry). Plain data only, as packed.py defines it."""
     status: Status = Status.INIT
     response_ids: IntArray = field(default_factory=_empty_ints)
     logprobs: FloatArray = field(default_factory=_empty_floats)

@@ -1,7 +1,6 @@
-"""PackedGroups on disk: as bytes for the journal, as plain data for a checkpoint.
+"""PackedGroups on disk: as bytes for the journal, as arrays for a checkpoint.
 
-Owns both encodings; the columnar layout itself is packed.py's. Reading either runs no code from the file: the bytes
-hold a group's details unopened, the plain data hold them as values.
+Owns both encodings; the columnar layout itself is packed.py's. Both hold a group's details unopened.
 """
 
 from __future__ import annotations
@@ -14,14 +13,11 @@ import numpy as np
 from raypost.packed import (
     ALIGNMENT,
     ARRAY_TYPES,
-    DENSE,
     PADDING,
     PackedGroups,
     arrays_of,
-    pack_groups,
     padded,
 )
-from raypost.types import Group, RolloutState
 
 
 def to_buffers(packed: PackedGroups) -> list[memoryview]:
@@ -54,35 +50,48 @@ def from_buffer(data: bytes) -> PackedGroups:
 
 
 def to_plain(packed: PackedGroups) -> dict[str, Any]:
-    """Return the groups as plain data and arrays, for a checkpoint."""
+    """Return the groups as a few arrays, for a checkpoint."""
+    names = sorted(set(packed.tasks))
+    codes = {name: code for code, name in enumerate(names)}
     return {
-        "header": packed.header,
-        "columns": [*packed.columns[:3], packed.versions, packed.masks],
-        "offsets": [packed.prompt_offsets, packed.response_offsets],
-        "group_sizes": packed.group_sizes,
+        "tasks": names,
+        "task_codes": np.asarray([codes[task] for task in packed.tasks], np.int32),
+        **dict(zip(ARRAY_TYPES, arrays_of(packed), strict=True)),
     }
 
 
 def from_plain(plain: dict[str, Any]) -> PackedGroups:
-    """Return the groups that `to_plain` encoded. Raises KeyError, TypeError or ValueError for any other data."""
-    columns, (prompts, responses) = [np.asarray(one) for one in plain["columns"]], plain["offsets"]
-    states = []
-    for n, row in enumerate(plain["header"]):
-        arrays: dict[str, Any] = {
-            name: column[offsets[n] : offsets[n + 1]]
-            for name, column, offsets in zip(
-                DENSE, columns, (prompts, *(responses,) * (len(DENSE) - 1)), strict=True
+    """Return the groups that `to_plain` encoded, as views of its arrays.
+
+    Raises KeyError, TypeError, IndexError or ValueError for any other data.
+    """
+    arrays: dict[str, Any] = {name: plain[name] for name in ARRAY_TYPES}
+    for name, dtype in ARRAY_TYPES.items():
+        if arrays[name].dtype != dtype or arrays[name].ndim != 1:
+            raise ValueError(
+                f"{name} is {arrays[name].dtype} of {arrays[name].ndim} dimensions, not a row of {dtype}"
             )
-        }
-        states.append(RolloutState(**row, **arrays))
-    sizes = np.asarray(plain["group_sizes"]).tolist()
-    if sum(sizes) != len(states) or min(sizes, default=1) < 1:
-        raise ValueError(f"{len(states)} trajectories do not make groups of {sizes}")
-    groups, members = [], iter(states)
-    for size in sizes:
-        one = [next(members) for _ in range(size)]
-        groups.append(Group(task=one[0].task, group_id=one[0].group_id, states=one))
-    return pack_groups(groups)
+    names = [str(name) for name in plain["tasks"]]
+    packed = PackedGroups(tuple(names[code] for code in plain["task_codes"].tolist()), **arrays)
+    _check_lengths(packed)
+    return packed
+
+
+def _check_lengths(packed: PackedGroups) -> None:
+    """Raise ValueError unless all arrays belong together."""
+    num_groups, num_samples = packed.num_groups, packed.num_samples
+    of_groups = {len(packed.tasks), len(packed.group_ids), len(packed.detail_offsets) - 1}
+    sizes = packed.group_sizes
+    if of_groups != {num_groups} or sizes.min(initial=1) < 1 or sizes.sum() != num_samples:
+        raise ValueError(f"{num_samples} trajectories do not make groups of {sizes[:8].tolist()}...")
+    columns = (*zip(packed.columns, packed.offsets, strict=True), (packed.details, packed.detail_offsets))
+    for column, offsets in columns:
+        if offsets[0] != 0 or offsets[-1] != len(column) or (np.diff(offsets) < 0).any():
+            raise ValueError(f"a column of {len(column)} values is cut at {offsets[:8].tolist()}...")
+    ends = np.append(0, np.cumsum(packed.run_lengths, dtype=np.int64))
+    per_trajectory = {len(one) for one in packed.offsets} | {len(packed.num_aborts) + 1}
+    if per_trajectory != {num_samples + 1} or (ends[packed.run_offsets] != packed.response_offsets).any():
+        raise ValueError("its runs are not as long as its responses")
 
 
 def equal_plain(left: Any, right: Any) -> bool:

@@ -20,6 +20,8 @@ from functools import lru_cache
 from itertools import islice
 from typing import Any, Literal
 
+import numpy as np
+
 from raypost.buffer.encoding import equal_plain, from_plain, to_plain
 from raypost.buffer.expiry import Expiry, staleness_at
 from raypost.buffer.group_store import GroupStore
@@ -33,6 +35,10 @@ from raypost.protocols import BufferBounds, BufferCounts, ExpiredGroup, Lease, P
 from raypost.types import GroupKey, Status
 
 Order = Literal["stalest_first", "fifo"]
+
+FORMAT = 2
+"""Of the state in a checkpoint."""
+_STATUSES = tuple(Status)
 
 
 class ReplayBuffer:
@@ -296,10 +302,11 @@ class ReplayBuffer:
             task: state.trained[task].ranges() if task in state.trained else [] for task in self._expiry.tasks
         }
         return {
+            "format": FORMAT,
             "groups": to_plain(self.groups.gather([one.key for one in groups])) if groups else None,
-            "status": [str(one.status) for one in groups],
-            "sequence": [one.sequence for one in groups],
-            "leased_for": [state.leased.get(one.key, 0) for one in groups],
+            "status": np.asarray([_STATUSES.index(one.status) for one in groups], np.int8),
+            "sequence": np.asarray([one.sequence for one in groups], np.int64),
+            "leased_for": np.asarray([state.leased.get(one.key, 0) for one in groups], np.int64),
             "next_sequence": state.next,
             "acknowledged": state.acknowledged,
             "trained": trained,
@@ -312,6 +319,11 @@ class ReplayBuffer:
         trained were acknowledged before. Repeated before anything else happened, it does nothing. Raises
         CheckpointError if the buffer is not empty, or the state is damaged or of other tasks.
         """
+        if state.get("format") != FORMAT:
+            raise CheckpointError(
+                f"the buffer was saved in format {state.get('format', 1)}, this version reads format {FORMAT}: "
+                "continue the run with the version that saved it, or begin another one"
+            )
         if self.state.restored and equal_plain(
             {**await self.state_dict(), "leased_for": 0}, {**state, "leased_for": 0}
         ):
@@ -319,16 +331,17 @@ class ReplayBuffer:
         if self.groups:
             raise CheckpointError(f"a buffer with {len(self.groups)} groups cannot be restored over")
         try:
-            packed = from_plain(state["groups"]) if state["groups"] is not None else None
+            packed = join_groups([from_plain(state["groups"])]) if state["groups"] is not None else None
             tasks = set(packed.tasks if packed is not None else ()) | set(state["trained"])
             self._check_tasks(tasks, "buffer state")
             known = (packed.keys, self._expiry.facts(packed)) if packed is not None else ((), ())
+            statuses = [_STATUSES[code] for code in state["status"].tolist()]
             change: Change = {
                 "reset": True,
                 "put": [
-                    StoredGroup(key, int(sequence), Status(status), *facts)
+                    StoredGroup(key, sequence, status, *facts)
                     for key, sequence, status, facts in zip(
-                        known[0], state["sequence"], state["status"], known[1], strict=True
+                        known[0], state["sequence"].tolist(), statuses, known[1], strict=True
                     )
                 ],
                 "trained": {

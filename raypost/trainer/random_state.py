@@ -2,7 +2,7 @@
 
 Raypost itself draws from seeds and steps; a loss or a filter that a configuration names may draw from any of these.
 
-    path/random-<rank>.json, .npz        plain data, as raypost.checkpoint writes it
+    path/random-<rank>.json, .npy        plain data, as raypost.checkpoint writes it
 """
 
 from __future__ import annotations

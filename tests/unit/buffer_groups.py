@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 import numpy as np
 
 from raypost.buffer.replay_buffer import ReplayBuffer
-from raypost.packed import PackedGroups, pack_groups, unpack_groups
+from raypost.packed import PackedGroups, arrays_of, pack_groups, unpack_groups
 from raypost.protocols import PutResult
 from raypost.types import Group, RolloutState, SampleParams, Status
 
@@ -113,9 +113,5 @@ def counts(buffer: ReplayBuffer, task: str = "default") -> dict[Status, int]:
 
 def same_bytes(left: PackedGroups, right: PackedGroups) -> bool:
     """Whether two batches are equal in every field."""
-    pairs = zip((*left.columns, *left.offsets), (*right.columns, *right.offsets), strict=True)
-    return (
-        left.header == right.header
-        and left.group_sizes.tolist() == right.group_sizes.tolist()
-        and all(a.dtype == b.dtype and np.array_equal(a, b) for a, b in pairs)
-    )
+    pairs = zip(arrays_of(left), arrays_of(right), strict=True)
+    return left.tasks == right.tasks and all(a.dtype == b.dtype and np.array_equal(a, b) for a, b in pairs)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
@@ -17,7 +18,7 @@ from hypothesis import strategies as st
 
 from raypost.checkpoint import BEST, LATEST, MANIFEST, SCORES, CheckpointDir, verify_files
 from raypost.errors import CheckpointError
-from raypost.packed import pack_groups
+from raypost.packed import arrays_of, pack_groups
 from raypost.types import Group, RolloutState, SampleParams, Status
 
 OURS: dict[str, str | int] = {"config": "abc", "seed": 3}
@@ -54,7 +55,7 @@ def test_newest_committed_checkpoint_is_found_with_its_contents(tmp_path: Path) 
     assert checkpoints.load_state(path, "producer") == {"step": 10}
     manifest = json.loads((path / MANIFEST).read_text())
     assert manifest["fingerprint"] == OURS and set(manifest["files"]) == {
-        "trainer/shard", "producer.json", "producer.npz"}  # fmt: skip
+        "trainer/shard", "producer.json", "producer.npy"}  # fmt: skip
 
 
 def test_uncommitted_checkpoint_is_invisible_and_removed_by_the_next(tmp_path: Path) -> None:
@@ -287,8 +288,8 @@ def test_packed_groups_are_state(tmp_path: Path) -> None:
     packed = pack_groups([Group(task="t", group_id=1, states=[made])])
     CheckpointDir.save_state(tmp_path, "buffer", {"groups": [packed]})
     (back,) = CheckpointDir.load_state(tmp_path, "buffer")["groups"]
-    assert back.header == packed.header
-    for mine, theirs in zip(back.columns + back.offsets, packed.columns + packed.offsets, strict=True):
+    assert back.tasks == packed.tasks
+    for mine, theirs in zip(arrays_of(back), arrays_of(packed), strict=True):
         assert mine.dtype == theirs.dtype and np.array_equal(mine, theirs)
 
 
@@ -317,6 +318,21 @@ def test_state_never_builds_what_is_not_a_record_of_ours(tmp_path: Path) -> None
 def test_damaged_state_is_refused_by_name(tmp_path: Path, text: str) -> None:
     CheckpointDir.save_state(tmp_path, "producer", {"a": np.arange(3)})
     (tmp_path / "producer.json").write_text(text)
+    with pytest.raises(CheckpointError, match="state 'producer'"):
+        CheckpointDir.load_state(tmp_path, "producer")
+
+
+def test_state_of_the_earlier_format_is_refused_by_name(tmp_path: Path) -> None:
+    CheckpointDir.save_state(tmp_path, "producer", {"a": np.arange(3)})
+    (tmp_path / "producer.npy").rename(tmp_path / "producer.npz")
+    with pytest.raises(CheckpointError, match="earlier format"):
+        CheckpointDir.load_state(tmp_path, "producer")
+
+
+@pytest.mark.parametrize("kept", [0, 20, 130])
+def test_arrays_that_were_cut_off_are_refused(tmp_path: Path, kept: int) -> None:
+    CheckpointDir.save_state(tmp_path, "producer", {"a": np.arange(3)})
+    os.truncate(tmp_path / "producer.npy", kept)
     with pytest.raises(CheckpointError, match="state 'producer'"):
         CheckpointDir.load_state(tmp_path, "producer")
 

@@ -5,8 +5,12 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import pickle
 from dataclasses import replace
+from datetime import UTC, datetime
+from decimal import Decimal
+from fractions import Fraction
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -20,7 +24,7 @@ from raypost.checkpoint import CheckpointDir
 from raypost.errors import CheckpointError, ConfigError, LedgerError
 from raypost.packed import PackedGroups, group_statuses, join_groups, pack_groups, split_groups, unpack_groups
 from raypost.protocols import BufferBounds, TaskLimits
-from raypost.types import NO_VERSION, Group, Status
+from raypost.types import NO_VERSION, Group, RolloutState, Status
 from tests.unit.buffer_groups import counts, group, ids, lease_ids, now, only, put, same_bytes
 
 COMPLETED, ABORTED, EXPIRED, ARCHIVED = Status.COMPLETED, Status.ABORTED, Status.EXPIRED, Status.ARCHIVED
@@ -565,10 +569,41 @@ def test_bad_restores_are_refused() -> None:
         now(buffer.load_state_dict(state))
     with pytest.raises(CheckpointError, match="has tasks"):
         now(ReplayBuffer({"x": TaskLimits(1)}).load_state_dict(state))
-    changes: tuple[dict[str, Any], ...] = ({"status": []}, {"groups": {"header": []}}, {"trained": 3})
+    groups = state["groups"]
+    changes: tuple[dict[str, Any], ...] = (
+        {"status": np.empty(0, np.int8)},
+        {"groups": {"tasks": []}},
+        {"groups": {**groups, "logprobs": groups["logprobs"].astype(np.float64)}},
+        {"groups": {**groups, "logprobs": groups["logprobs"][1:]}},
+        {"groups": {**groups, "response_offsets": groups["response_offsets"][::-1]}},
+        {"groups": {**groups, "group_sizes": groups["group_sizes"] + 1}},
+        {"groups": {**groups, "num_aborts": groups["num_aborts"][:0]}},
+        {"groups": {**groups, "run_lengths": groups["run_lengths"] + 1}},
+        {"groups": {**groups, "task_codes": groups["task_codes"] + 1}},
+        {"groups": {**groups, "details": groups["details"][:-1]}},
+        {"trained": 3},
+    )
     for damaged in changes:
         with pytest.raises(CheckpointError, match="damaged"):
             now(make().load_state_dict({**state, **damaged}))
+    with pytest.raises(CheckpointError, match="saved in format 1, this version reads format 2"):
+        now(make().load_state_dict({name: value for name, value in state.items() if name != "format"}))
+
+
+def test_saving_and_restoring_open_the_details_of_no_group(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    buffer, other = make(), make()
+    put(buffer, group(0, [0]), group(1, [0]))
+
+    def opened(_: object) -> Any:
+        raise AssertionError("details were opened")
+
+    monkeypatch.setattr("raypost.packed._decode_details", opened)
+    monkeypatch.setattr("raypost.packed._encode_details", opened)
+    CheckpointDir.save_state(tmp_path, "buffer", now(buffer.state_dict()))
+    now(other.load_state_dict(CheckpointDir.load_state(tmp_path, "buffer")))
+    assert lease_ids(other, 1, default=2) == [0, 1]
 
 
 async def test_buffer_works_from_many_tasks_at_once() -> None:
@@ -639,3 +674,55 @@ def test_groups_that_stay_do_not_pin_those_that_came_with_them() -> None:
         now(buffer.acknowledge(step))
         assert buffer.groups.nbytes <= 2 * sum(one.nbytes for one in buffer.state.groups.values()) + 8
     assert ids(pop(buffer, COMPLETED, claim=1)) == [31]
+
+
+# ---------------------------------------------------------------- details
+
+
+def with_metadata(metadata: Any) -> PackedGroups:
+    one = group(0, [0], [0])
+    for state in one.states:
+        state.metadata = metadata
+    return pack_groups([one])
+
+
+def test_details_come_back_with_their_types() -> None:
+    metadata: dict[str, Any] = {
+        "entry": {"values": [1, 2.5, None, True, "ü", b"\x00"], "pair": (1, (2, 3)), 5: {1, 2}, "big": 2**100},
+        "when": datetime(2024, 5, 6, tzinfo=UTC), "money": Decimal("0.10"), "part": Fraction(1, 3),
+        "scalar": np.float32(0.5), "name": np.str_("x"), "array": np.arange(3), "status": Status.EXPIRED,
+    }  # fmt: skip
+    (back,) = unpack_groups(with_metadata(metadata))
+    found = back.states[1].metadata
+    assert np.array_equal(found.pop("array"), metadata.pop("array"))
+    assert found == metadata and type(found["scalar"]) is np.float32 and type(found["entry"]["pair"]) is tuple
+    assert back.states[0].sample_params == only_state().sample_params
+
+
+def only_state() -> RolloutState:
+    return group(0, [0]).states[0]
+
+
+def test_siblings_share_the_bytes_of_their_metadata() -> None:
+    small, large = (with_metadata({"question": "x" * n}).details.nbytes for n in (10, 1010))
+    assert large - small < 1010
+
+
+@pytest.mark.parametrize("thing", [Path("x"), print, lambda: 0, only_state, object()])
+def test_metadata_that_is_no_plain_data_is_refused_where_it_is_packed(thing: Any) -> None:
+    with pytest.raises(ValueError, match=r"group \('default', 0\): .*(must be plain data|pickle)"):
+        with_metadata({"entry": [thing]})
+
+
+class Evil:
+    def __reduce__(self) -> Any:
+        return os.mkdir, ("/tmp/raypost-was-here",)
+
+
+@pytest.mark.parametrize("thing", [Evil(), Path("x"), print])
+def test_details_from_a_file_run_no_code(thing: Any) -> None:
+    raw = np.frombuffer(pickle.dumps([thing]), np.uint8)
+    packed = replace(pack_groups([group(0, [0])]), details=raw, detail_offsets=np.asarray([0, len(raw)]))
+    with pytest.raises(pickle.UnpicklingError, match="is no plain data"):
+        unpack_groups(packed)
+    assert not Path("/tmp/raypost-was-here").exists()
