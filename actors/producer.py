@@ -63,6 +63,7 @@ class ProducerActor:
             allocation_of(config),
             pause_timeout_s=config.rollout.pause_timeout_s,
             take_timeout_s=config.take_timeout_s,
+            num_slots=config.rollout.num_slots,
             retryable=ACTOR_ERRORS,
         )
 

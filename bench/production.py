@@ -162,7 +162,7 @@ def configuration(args: argparse.Namespace, folder: Path) -> Config:
                     "name": TASK,
                     "source": {"kind": "python", "dataset": "bench.production:prompts"},
                     "judge": {"kind": "exact", "answer_pattern": r"(\d)\D*$"},
-                    "strategy": {"admission": args.admission, "max_pending": args.pending},
+                    "strategy": {"max_pending": args.pending},
                     "group_size": args.group_size,
                     "max_tokens": args.tokens,
                 }
@@ -412,7 +412,6 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=512)
     parser.add_argument("--batch", type=int, default=64, help="groups a step")
     parser.add_argument("--sync-every", type=int, default=4, help="steps between syncs")
-    parser.add_argument("--admission", default="capacity", choices=["horizon", "capacity"])
     parser.add_argument("--pending", type=int, default=64, help="groups in flight at most")
     parser.add_argument("--workers", type=int, default=1, help="rollout workers")
     parser.add_argument("--agents", type=int, default=1, help="agent-loop actors")

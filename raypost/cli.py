@@ -212,7 +212,7 @@ def _show_plan(config: Config, cluster: ClusterResources | None) -> None:
     placed = map(dataclasses.astuple, found.placement)
     console.print(_table("Placement", placed, "role", "actors", "count", "each reserves", "node"))
     bounds = [
-        (one.task, one.strategy, one.expired_from, one.rule, one.oldest, one.beyond)
+        (one.task, one.strategy, f"staleness {one.threshold}", one.rule, one.oldest, one.beyond)
         for one in found.staleness
     ]
     columns = ("task", "strategy", "expired from", "which is", "oldest trained", "what is older")

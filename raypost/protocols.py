@@ -211,6 +211,10 @@ class BufferCounts:
     """Bytes of token arrays that they pin; popped groups count as INIT here, since they still pin theirs."""
     is_full: bool = False
     """Above a high-water mark, and since then not yet below the low-water mark."""
+    room: int | None = None
+    """Groups until the high-water mark; None: there is no such mark."""
+    last_steps: dict[str, dict[Status, dict[int, int]]] = field(default_factory=dict)
+    """COMPLETED and ABORTED groups of each task by the last step that may train them."""
 
 
 class Buffer(Protocol[BatchT_co]):

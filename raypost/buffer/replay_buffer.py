@@ -250,7 +250,17 @@ class ReplayBuffer:
             pinned[task][status] = nbytes
             if status is not Status.INIT:
                 groups[task][status] = count
-        return BufferCounts(groups=groups, nbytes=pinned, is_full=self.state.full)
+        index = self.state.index
+        last_steps = {
+            task: {status: index.last_steps(task, status) for status in (Status.COMPLETED, Status.ABORTED)}
+            for task in groups
+        }
+        room = None
+        if self._bounds.max_groups is not None:
+            room = max(0, self._bounds.max_groups - sum(sum(one.values()) for one in groups.values()))
+        return BufferCounts(
+            groups=groups, nbytes=pinned, is_full=self.state.full, room=room, last_steps=last_steps
+        )
 
     # ---------------------------------------------------------------- changes
 

@@ -8,6 +8,7 @@ Invariant: every list is sorted by (age, sequence). Time does not change that or
 from __future__ import annotations
 
 from bisect import bisect_left, insort
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -29,6 +30,11 @@ class StoredGroup(NamedTuple):
     """First train step at which one of its members is expired."""
     nbytes: int
 
+    @property
+    def last_step(self) -> int:
+        """Last train step that may train it."""
+        return self.expires_at - 1
+
 
 _Rank = tuple[int, int, GroupKey]
 
@@ -36,6 +42,7 @@ _Rank = tuple[int, int, GroupKey]
 @dataclass(slots=True)
 class _Bucket:
     ranks: list[_Rank] = field(default_factory=list)
+    last_steps: Counter[int] = field(default_factory=Counter)
     nbytes: int = 0
 
 
@@ -51,6 +58,7 @@ class StatusIndex:
         """Add a group that stands under no status."""
         bucket = self._buckets.setdefault((group.key[0], status), _Bucket())
         insort(bucket.ranks, self._rank(group))
+        bucket.last_steps[group.last_step] += 1
         bucket.nbytes += group.nbytes
 
     def remove(self, group: StoredGroup, status: Status) -> None:
@@ -60,6 +68,9 @@ class StatusIndex:
         at = bisect_left(bucket.ranks, rank)
         assert bucket.ranks[at] == rank
         del bucket.ranks[at]
+        bucket.last_steps[group.last_step] -= 1
+        if not bucket.last_steps[group.last_step]:
+            del bucket.last_steps[group.last_step]
         bucket.nbytes -= group.nbytes
 
     def keys(self, task: str, status: Status) -> Iterator[GroupKey]:
@@ -72,6 +83,11 @@ class StatusIndex:
         for (task, status), bucket in self._buckets.items():
             if bucket.ranks:
                 yield task, status, len(bucket.ranks), bucket.nbytes
+
+    def last_steps(self, task: str, status: Status) -> dict[int, int]:
+        """Return how many groups of one task and status may be trained by each step at the latest."""
+        bucket = self._buckets.get((task, status))
+        return dict(bucket.last_steps) if bucket else {}
 
     def _rank(self, group: StoredGroup) -> _Rank:
         return (group.oldest if self._by_age else 0, group.sequence, group.key)

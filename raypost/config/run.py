@@ -79,6 +79,11 @@ class RolloutConfig(EnginePoolConfig):
         """Engines of production, over all pools."""
         return self.num_workers + sum(pool.num_workers for pool in self.pools)
 
+    @property
+    def num_slots(self) -> int:
+        """Sequences that all engines of production run at once."""
+        return self.num_engines * self.max_num_seqs
+
 
 class SyncConfig(ConfigModel):
     """When weights reach the engines, and how what arrived is checked."""
@@ -206,11 +211,10 @@ class Config(ConfigModel):
         return max(task.max_prompt_tokens + task.max_tokens for task in self.tasks)
 
     @property
-    def staleness_bound(self) -> int | None:
-        """Largest staleness, in train steps, at which a group of any task may be trained; None: no limit."""
+    def staleness_bound(self) -> int:
+        """Largest staleness, in train steps, at which a group of any task may be trained."""
         interval = self.sync.sync_weights_interval
-        thresholds = [task.strategy.stale_threshold(interval) for task in self.tasks]
-        return None if None in thresholds else max(one - 1 for one in thresholds if one is not None)
+        return max(task.strategy.stale_threshold(interval) for task in self.tasks) - 1
 
     @property
     def take_timeout_s(self) -> float:

@@ -116,7 +116,7 @@ def _placement(config: Config, homes: dict[str, str]) -> list[Placement]:
 
 
 def _requests(config: Config) -> int:
-    """Return the most trajectories in flight at once."""
+    """Return the most trajectories that the tasks' bounds let be in flight at once."""
     groups = shares(config)
     return sum(started_at_once(task, groups[task.name], config) * task.group_size for task in config.tasks)
 
@@ -126,7 +126,6 @@ def _batch(config: Config) -> dict[str, str]:
     samples = sum(groups[task.name] * task.group_size for task in config.tasks)
     tokens = sum(groups[task.name] * task.group_size * task.max_tokens for task in config.tasks)
     steps_ahead = max(horizon(task, config) for task in config.tasks)
-    slots = rollout.num_engines * rollout.max_num_seqs
     groups_a_minibatch = train.batch_size // train.num_minibatches
     split = ", ".join(f"{groups[task.name]} of {task.name} x {task.group_size}" for task in config.tasks)
     return {
@@ -135,7 +134,7 @@ def _batch(config: Config) -> dict[str, str]:
         "groups a rank": f"{train.batch_size // train.num_workers} on {train.num_workers} rank(s)",
         "optimizer steps a train step": f"{train.num_updates} of {groups_a_minibatch} groups",
         "trajectories in the whole run": f"{samples * train.num_steps} in {train.num_steps} steps",
-        "requests in flight": f"at most {_requests(config)}, for {slots} slots "
+        "requests in flight": f"the staleness bound allows {_requests(config)}, for {rollout.num_slots} slots "
         f"({rollout.num_engines} worker(s) x max_num_seqs {rollout.max_num_seqs})",
         "groups produced ahead": f"at most {steps_ahead * train.batch_size} ({steps_ahead} batch(es))",
     }
@@ -154,11 +153,12 @@ def _warnings(config: Config) -> Iterator[str]:
     rollout, train = config.rollout, config.train
     for task in config.tasks:
         yield from (f"task {task.name!r}: {text}" for text in strategy_warnings(task, config))
-    slots, requests = rollout.num_engines * rollout.max_num_seqs, _requests(config)
-    if requests < slots // 2:
-        yield f"engines have {slots} slots, but at most {requests} requests are in flight: they idle"
-    if requests > 4 * slots:
-        yield f"up to {requests} requests wait for {slots} slots: raise rollout.max_num_seqs"
+    slots, requests = rollout.num_slots, _requests(config)
+    if requests < slots:
+        yield (
+            f"{slots - requests} of the engines' {slots} slots stay empty: the staleness bound allows {requests} "
+            "requests; raise max_staleness or train.batch_size, or lower rollout.max_num_seqs"
+        )
     checkpoint, evaluation = config.checkpoint, config.eval
     if checkpoint.keep_best and checkpoint.interval and evaluation.num_prompts and not evaluation.interval:
         yield (
@@ -168,7 +168,7 @@ def _warnings(config: Config) -> Iterator[str]:
     thresholds = [limits.stale_threshold for limits in task_limits(config).values()]
     correction = train.correction
     uncorrected = correction.weight is None and correction.reject is None and correction.proximal != "rollout"
-    if uncorrected and any(one is None or one > 1 for one in thresholds):
+    if uncorrected and any(one is not None and one > 1 for one in thresholds):
         yield (
             "train.correction has neither weight nor reject although trained data may be stale: its mismatch "
             "stays uncorrected"

@@ -22,19 +22,13 @@ class Bound:
 
     task: str
     strategy: str
-    threshold: int | None
-    """None: nothing expires."""
+    threshold: int
     rule: str
     """How the threshold comes about."""
     oldest: str
     """The oldest data that is trained."""
     beyond: str
     """What becomes of older data."""
-
-    @property
-    def expired_from(self) -> str:
-        """The threshold in words."""
-        return "never" if self.threshold is None else f"staleness {self.threshold}"
 
 
 def shares(config: Config) -> dict[str, int]:
@@ -48,14 +42,10 @@ def horizon(task: TaskConfig, config: Config) -> int:
 
 
 def started_at_once(task: TaskConfig, groups: int, config: Config) -> int:
-    """Return the most groups of a task in flight at once; `groups` is its share of a batch."""
+    """Return the most groups of a task that its bound lets be in flight; `groups` is its share of a batch."""
     strategy = task.strategy
-    if strategy.kind == "sync":
-        started = groups
-    elif strategy.admission == "capacity":
-        started = groups * horizon(task, config)
-    else:
-        started = groups + oversample_budget(strategy.over_sample_threshold, groups)
+    surplus = 0 if strategy.kind == "sync" else oversample_budget(strategy.over_sample_threshold, groups)
+    started = groups * horizon(task, config) + surplus
     return min(started, strategy.max_pending) if strategy.max_pending else started
 
 
@@ -63,22 +53,13 @@ def bound(task: TaskConfig, config: Config) -> Bound:
     """Return how old the task's data may be."""
     strategy, interval = strategy_of(task, config), config.sync.sync_weights_interval
     threshold = task.strategy.stale_threshold(interval)
-    if threshold is None:
-        return Bound(
-            task=task.name,
-            strategy=f"{task.strategy.kind}, by capacity",
-            threshold=None,
-            rule=f"at most {strategy.horizon} batch(es) admitted ahead of the served version",
-            oldest=f"staleness {strategy.horizon - 1} in the mean",
-            beyond="trained: nothing expires",
-        )
-    steps = "on-policy" if threshold == 1 else f"{threshold - 1} step{'s' * (threshold > 2)} old"
+    on_policy = "on-policy" if threshold == 1 else f"{threshold - 1} step{'s' * (threshold > 2)} old"
     return Bound(
         task=task.name,
-        strategy=task.strategy.kind + (", by capacity" if strategy.by_capacity else ""),
+        strategy=task.strategy.kind,
         threshold=threshold,
-        rule=f"({task.strategy.bound_name} {task.strategy.bound_periods} + 1) x sync_weights_interval {interval}",
-        oldest=f"staleness {threshold - 1}: {steps}",
+        rule=f"(max_staleness {task.strategy.bound_periods} + 1) x sync_weights_interval {interval}",
+        oldest=f"staleness {threshold - 1}: {on_policy}",
         beyond="generated again" if strategy.limits.retry else "dropped",
     )
 
@@ -127,26 +108,11 @@ def _buffer_problems(config: Config) -> Iterator[str]:
 
 
 def _strategy_problems(task: TaskConfig, config: Config) -> Iterator[str]:
-    strategy, paced = task.strategy, task.strategy.admission == "capacity"
-    if strategy.kind == "sync" and paced:
-        yield "kind 'sync' works for one step at a time, admission 'capacity' for several: use kind 'async'"
+    strategy = task.strategy
     if strategy.should_continue is not None and config.placement == "separate":
         yield (
             f"should_continue {strategy.should_continue!r} ends rounds with fewer groups than the batch has, and a "
             "consumer that waits for whole batches would starve: remove it, or use placement: colocate"
-        )
-    if paced and strategy.over_sample_threshold > 0:
-        yield (
-            f"over_sample_threshold {strategy.over_sample_threshold:g} > 0 with admission 'capacity': what is started "
-            "beyond the capacity breaks its bound; use 0"
-        )
-    hard = strategy.hard_max_staleness
-    if hard is not None and not paced:
-        yield f"hard_max_staleness {hard} needs admission 'capacity'; with 'horizon' max_staleness is the hard bound"
-    if hard is not None and hard < strategy.max_staleness:
-        yield (
-            f"hard_max_staleness {hard} < max_staleness {strategy.max_staleness}: groups that were admitted would "
-            f"expire before they are trained; use at least {strategy.max_staleness}"
         )
     yield from _token_problems(strategy)
     if strategy.tail_batch_max_tries is not None and strategy.tail_batch_trigger_size < 0:
@@ -156,7 +122,7 @@ def _strategy_problems(task: TaskConfig, config: Config) -> Iterator[str]:
         )
     if config.sync.pause_mode == "keep" and strategy.bound_periods == 0:
         yield (
-            f"{strategy.bound_name} 0 < 1 with sync.pause_mode 'keep': what a sync freezes has "
+            "max_staleness 0 < 1 with sync.pause_mode 'keep': what a sync freezes has "
             "tokens of the version before, so it expires when it is done; use 1 or pause_mode 'wait'"
         )
     functions = {
@@ -174,9 +140,9 @@ def _strategy_problems(task: TaskConfig, config: Config) -> Iterator[str]:
 
 def _token_problems(strategy: StrategyConfig) -> Iterator[str]:
     tokens, bound = strategy.max_token_staleness, strategy.bound_periods
-    if tokens is not None and bound is not None and tokens >= bound:
+    if tokens is not None and tokens >= bound:
         yield (
-            f"max_token_staleness {tokens} >= {strategy.bound_name} {bound}: a group expires before one of its tokens "
+            f"max_token_staleness {tokens} >= max_staleness {bound}: a group expires before one of its tokens "
             f"is masked, so nothing ever is; use less than {bound}, or null"
         )
 
@@ -203,15 +169,15 @@ def strategy_warnings(task: TaskConfig, config: Config) -> Iterator[str]:
             f"max_staleness is {strategy.max_staleness} without partial rollout: a sync throws away what is "
             "half generated, and long responses suffer most; set enable_partial_rollout: true"
         )
-    if strategy.max_staleness == 0 and strategy.enable_partial_rollout and strategy.admission == "horizon":
+    if strategy.max_staleness == 0 and strategy.enable_partial_rollout:
         yield (
             "max_staleness is 0: a trajectory that a sync interrupts is too old to be continued, and starts again"
         )
     if strategy.over_sample_threshold > 1:
         yield (
             f"over_sample_threshold {strategy.over_sample_threshold:g} starts "
-            f"{started_at_once(task, groups, config)} groups for {groups}: the rest waits in the buffer and grows "
-            "stale; 0 to 1 is usual"
+            f"{oversample_budget(strategy.over_sample_threshold, groups)} groups beyond the staleness bound, for "
+            f"batches of {groups}: those that none has room for are expired; 0 to 1 is usual"
         )
     if strategy.tail_batch_trigger_size < 0:
         yield (

@@ -25,8 +25,10 @@ from raypost.packed import pack_groups, unpack_groups
 from raypost.production.allocation import Allocation
 from raypost.production.pending import PendingGroup, PendingSet, uninterrupted
 from raypost.production.progress import ProduceProgress
-from raypost.production.strategy import AsyncProduceStrategy, SpawnPlan
-from raypost.protocols import AgentLoop, Buffer, PutResult
+from raypost.production.slots import EngineSlots
+from raypost.production.strategy import AsyncProduceStrategy, SpawnPlan, groups_owed
+from raypost.protocols import AgentLoop, Buffer, BufferCounts, PutResult
+from raypost.staleness import oldest_version
 from raypost.types import Group, GroupCounts, GroupKey, ProduceBatchStatus, Status
 
 log = logging.getLogger(__name__)
@@ -75,6 +77,7 @@ class ProduceContext:
         *,
         retryable: tuple[type[BaseException], ...],
         clock: Callable[[], float],
+        num_slots: int | None,
     ) -> None:
         """See Producer."""
         self.tasks = {task.config.name: task for task in tasks}
@@ -88,6 +91,9 @@ class ProduceContext:
         """Version that production works with; None until the first resume."""
         self.failure: BaseException | None = None
         self.buffer = buffer
+        self._slots = EngineSlots(
+            num_slots, {name: task.config.group_size for name, task in self.tasks.items()}
+        )
         self._refreshed_at = 0
         """Train step that the buffer's groups were last checked for expiry at."""
         self._dispatches: Counter[GroupKey] = Counter()
@@ -143,7 +149,10 @@ class ProduceContext:
     # ---------------------------------------------------------------- starting groups
 
     async def spawn(self, task: TaskRuntime, plan: SpawnPlan, buffered: dict[Status, int]) -> None:
-        """Start what was planned; `buffered` are the task's groups in the buffer now. Lock held, gate open."""
+        """Start what was planned. Lock held, gate open.
+
+        `buffered` are the task's groups in the buffer; those that leave it are subtracted.
+        """
         missing = plan.num_groups
         sources = [status for status in plan.sources if buffered.get(status, 0) > 0]
         if missing > 0 and sources:
@@ -153,13 +162,33 @@ class ProduceContext:
                 self.ledger.continued(group.key)
                 self._start(task, group, stored=True)
                 missing -= 1
+                first = next(status for status in sources if buffered[status])
+                buffered[first] -= 1
         for _ in range(missing):
             group = task.sampler.sample()
             self.ledger.sampled(group.key)
             self._start(task, group, stored=False)
 
     def _start(self, task: TaskRuntime, group: Group, *, stored: bool) -> None:
-        self.pending.spawn(group, task.agent_loop.run(group), self.clock(), stored=stored)
+        assert self.version is not None, "the gate is opened by resume, which sets the version"
+        versions = [one for one in map(oldest_version, group.states) if one is not None]
+        last_step = task.strategy.last_step(min(versions, default=self.version))
+        work = task.agent_loop.run(group)
+        self.pending.spawn(group, work, self.clock(), last_step=last_step, stored=stored)
+
+    def room(self, task: str) -> int | None:
+        """Return how many more groups of a task the engines take; None: there is no limit."""
+        return self._slots.room(task, self.pending.num_by_task())
+
+    def owed(self, task: TaskRuntime, counts: BufferCounts, step: int) -> int:
+        """Return how many unfinished groups of a task the batch of `step` must wait for, see `groups_owed`."""
+        if task.strategy.may_end_early:
+            return 0
+        name = task.config.name
+        stored = counts.last_steps.get(name, {})
+        unfinished = self.pending.last_steps(name) + Counter(stored.get(Status.ABORTED, {}))
+        share = lambda following: self.progress.allocation(following)[name]  # noqa: E731
+        return groups_owed(unfinished, stored.get(Status.COMPLETED, {}), step, share)
 
     # ---------------------------------------------------------------- receiving groups
 
@@ -297,6 +326,7 @@ class ProduceContext:
         self._failed_in_a_row = 0
         window.produced_samples += size
         window.group_s.append(self.clock() - one.entry.started_s)
+        self._slots.observe(group.task, [state.num_tokens for state in group.states])
         for state in group.states:
             # Before the filter counts: a curve of what passed it would not show what the policy does.
             window.raw_rewards_sum += state.reward or 0.0

@@ -12,10 +12,12 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections import Counter
 from collections.abc import Awaitable, Callable, Coroutine
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
+from raypost.staleness import NEVER
 from raypost.types import Group, GroupKey, RolloutState
 
 log = logging.getLogger(__name__)
@@ -55,6 +57,8 @@ class PendingGroup:
     """Its trajectories as they were when it started: what is put back if nothing better comes."""
     task: asyncio.Task[Group]
     started_s: float
+    last_step: int = NEVER
+    """Last train step that may train it."""
     stored: bool = False
     """It came out of the buffer, which still knows it."""
     put_back: bool = False
@@ -97,6 +101,14 @@ class PendingSet:
         """Return how many groups of one task are in flight."""
         return sum(key[0] == task for key in self._pending)
 
+    def num_by_task(self) -> Counter[str]:
+        """Return how many groups of each task are in flight."""
+        return Counter(key[0] for key in self._pending)
+
+    def last_steps(self, task: str) -> Counter[int]:
+        """Return how many groups of one task in flight may be trained by each step at the latest."""
+        return Counter(entry.last_step for entry in self._pending.values() if entry.key[0] == task)
+
     def all(self) -> list[PendingGroup]:
         """Return the groups in flight, including those that ended and were not received yet."""
         return list(self._pending.values())
@@ -118,7 +130,13 @@ class PendingSet:
         self.changed.notify()
 
     def spawn(
-        self, group: Group, work: Coroutine[Any, Any, Group], now_s: float, *, stored: bool = False
+        self,
+        group: Group,
+        work: Coroutine[Any, Any, Group],
+        now_s: float,
+        *,
+        last_step: int = NEVER,
+        stored: bool = False,
     ) -> None:
         """Start a group. The caller holds the lock, and has held it since it saw the gate open."""
         assert self.lock.locked() and self.gate_open, "a group is started under the lock with the gate open"
@@ -126,7 +144,7 @@ class PendingSet:
         last_known = [replace(state) for state in group.states]
         task = asyncio.get_running_loop().create_task(work, name=f"group {group.task}/{group.group_id}")
         task.add_done_callback(lambda _: self.changed.notify())
-        self._pending[group.key] = PendingGroup(group.key, last_known, task, now_s, stored)
+        self._pending[group.key] = PendingGroup(group.key, last_known, task, now_s, last_step, stored)
 
     async def settle(self, receive: Callable[[list[PendingGroup]], Awaitable[None]]) -> int:
         """Hand all finished groups to `receive`, then forget them; returns how many. The caller holds the lock.

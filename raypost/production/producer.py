@@ -57,15 +57,19 @@ class Producer(Generic[BatchT]):
         *,
         pause_timeout_s: float,
         take_timeout_s: float,
+        num_slots: int | None = None,
         retryable: tuple[type[BaseException], ...] = (),
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """Start paused: nothing is produced before the first `resume`.
 
-        `allocation` splits a batch over the tasks. `retryable` are errors that mean "the process that ran the group
-        died".
+        `allocation` splits a batch over the tasks. `num_slots` are the sequences that all engines run at once; None:
+        unknown, and all that the staleness bounds allow is in flight. `retryable` are errors that mean "the process
+        that ran the group died".
         """
-        context = ProduceContext(tasks, buffer, ledger, allocation, retryable=retryable, clock=clock)
+        context = ProduceContext(
+            tasks, buffer, ledger, allocation, retryable=retryable, clock=clock, num_slots=num_slots
+        )
         self.progress = context.progress
         """Counters of what was asked for and taken."""
         self.pending = context.pending

@@ -8,14 +8,14 @@ ahead.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from raypost.config import StrategyConfig
 from raypost.config.imports import load_function
 from raypost.protocols import TaskLimits
-from raypost.staleness import production_expired, stale_threshold
+from raypost.staleness import NEVER, production_expired, stale_threshold
 from raypost.types import Group, Status
 
 IsValid = Callable[[Group], bool]
@@ -41,11 +41,34 @@ class SpawnPlan:
     sources: tuple[Status, ...]
 
 
+def groups_owed(
+    unfinished: Mapping[int, int], completed: Mapping[int, int], step: int, share: Callable[[int], int]
+) -> int:
+    """Return how many unfinished groups the batch of `step` must still wait for, or some would grow too old.
+
+    `unfinished` and `completed`: groups by the last step that may train them; `share(step)`: groups in a batch, which
+    takes those first that must be trained first. What is to be trained by a step `last` has to fit into the batches up
+    to it, as in earliest-deadline-first scheduling; where it does not, more of it has to be in this one.
+    """
+    unfinished = {last: groups for last, groups in unfinished.items() if step <= last < NEVER}
+    taken, most = share(step), sum(unfinished.values()) + sum(completed.values())
+    owed, room, reached = 0, 0, step
+    for last in sorted(unfinished):
+        while reached < last and room < most:
+            reached += 1
+            room += share(reached)
+        still = sum(groups for one, groups in unfinished.items() if one <= last)
+        done = sum(groups for one, groups in completed.items() if one <= last)
+        too_many = still + max(0, done - taken) - room
+        owed = max(owed, min(too_many, taken - done))
+    return owed
+
+
 class AsyncProduceStrategy:
     """Continuous production with bounded staleness, oversampling and retry of expired groups.
 
-    With admission `horizon` one step at a time is worked for, and what grew too old is expired; with `capacity`
-    all steps within the bound are worked for at once, and nothing need be dropped.
+    Steps are worked for in order, all of them at once that the bound allows and the engines have room for (capacity as
+    in AReaL, arXiv:2505.24298, section 4.1, by the hard bound).
     """
 
     def __init__(
@@ -66,10 +89,6 @@ class AsyncProduceStrategy:
         self._config = config
         self._is_valid = is_valid
         self._should_continue = should_continue
-        self.horizon = stale_threshold(config.max_staleness, sync_weights_interval)
-        """How many steps beyond the served version may be worked for."""
-        self.by_capacity = config.admission == "capacity"
-        """Whether admission is by capacity."""
         token_bound = config.max_token_staleness
         self.limits = TaskLimits(
             stale_threshold=config.stale_threshold(sync_weights_interval),
@@ -80,6 +99,9 @@ class AsyncProduceStrategy:
             max_tries=config.tail_batch_max_tries,
         )
         """How the buffer ages this task's groups."""
+        bounds = (self.limits.stale_threshold, self.limits.token_stale_threshold)
+        self.horizon = min(bound for bound in bounds if bound is not None)
+        """How many steps beyond the served version may be worked for: as many as the nearest bound allows."""
 
     @property
     def may_end_early(self) -> bool:
@@ -98,6 +120,10 @@ class AsyncProduceStrategy:
             return False
         return completed < target
 
+    def last_step(self, version: int) -> int:
+        """Return the last step that may train a group that `version` makes."""
+        return version + self.horizon
+
     def is_production_expired(self, future_step: int, version: int) -> bool:
         """Return whether groups made now would be too old for `future_step`: only newer weights help."""
         return production_expired(future_step, version, self.horizon)
@@ -114,20 +140,27 @@ class AsyncProduceStrategy:
         return 0 < self._config.tail_batch_trigger_size <= num_expired
 
     def plan(
-        self, *, target: int, available: int, pending: int, task_batch_size: int, tail_batch: bool
+        self,
+        *,
+        target: int,
+        available: int,
+        pending: int,
+        task_batch_size: int,
+        tail_batch: bool,
+        room: int | None = None,
     ) -> SpawnPlan:
-        """Return what to start; all counts are groups of this task.
+        """Return what to start; all counts are groups of this task, `room` those that the engines can take, if known.
 
-        With admission by capacity `target` counts all batches up to the last that may be worked for, which bounds
-        mean staleness (AReaL, arXiv:2505.24298, section 4.1).
+        `target` counts all batches up to that of the step that is worked for.
         """
         budget = oversample_budget(self._config.over_sample_threshold, task_batch_size)
         desired = desired_pending(target, available, 0 if tail_batch else budget)
         if self._config.max_pending:
             desired = min(desired, self._config.max_pending)
+        missing = max(0, desired - pending)
         retry_first = tail_batch or self._config.tail_batch_trigger_size == 0
         sources = (Status.EXPIRED, Status.ABORTED) if retry_first else (Status.ABORTED,)
-        return SpawnPlan(max(0, desired - pending), sources)
+        return SpawnPlan(missing if room is None else min(missing, room), sources)
 
 
 class SyncProduceStrategy(AsyncProduceStrategy):
@@ -135,7 +168,7 @@ class SyncProduceStrategy(AsyncProduceStrategy):
 
     def __init__(self, config: StrategyConfig, *args: Any, **kwargs: Any) -> None:
         """Take the arguments of AsyncProduceStrategy."""
-        on_policy = {"max_staleness": 0, "over_sample_threshold": 0.0, "admission": "horizon"}
+        on_policy = {"max_staleness": 0, "over_sample_threshold": 0.0}
         super().__init__(config.model_copy(update=on_policy), *args, **kwargs)
 
     def waits_for_consumer(self, future_step: int, next_consumer_step: int) -> bool:

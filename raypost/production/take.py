@@ -4,6 +4,7 @@ Owns the leases of the consumer: taking the batch of a step, giving it again, an
 trained. A batch is passed on as the buffer gives it and never opened. Called with the pending set's lock held.
 
     status EXPIRED_BATCH and newer weights exist   nothing: sync them, then ask for the same step again
+    a group in flight would be too old later       wait for it
     enough groups                                  the batch, with the status of production
     no group can come any more                     ProductionError with every counter
     a round ended early, and without a group       ProductionError
@@ -58,6 +59,8 @@ class BatchTaker(Generic[BatchT]):
             return await self._ask_for_sync(step, since_s), None
         wanted = {task: groups for task, groups in progress.allocation(step).items() if groups > 0}
         sizes = await self._sizes(wanted)
+        if self._pending.gate_open and await self._is_owed(step, wanted):
+            return None
         lease = await self._buffer.lease(step, sizes)
         if lease is not None:
             return await self._consume(lease, since_s), lease.batch
@@ -101,6 +104,11 @@ class BatchTaker(Generic[BatchT]):
             return wanted
         there = await self._completed()
         return {task: min(share, there[task]) if task in early else share for task, share in wanted.items()}
+
+    async def _is_owed(self, step: int, wanted: dict[str, int]) -> bool:
+        """Return whether the batch has to wait for groups, at work or started next, that would be too old later."""
+        counts = await self._buffer.counts()
+        return any(self._context.owed(self._context.tasks[task], counts, step) for task in wanted)
 
     async def _lease_again(self, step: int) -> BatchT:
         lease = await self._buffer.lease(step, {}) if step in self._ledger.open_leases() else None

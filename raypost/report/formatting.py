@@ -74,9 +74,9 @@ def size(nbytes: float | None) -> str:
     return f"{nbytes / 1e9:.2f} GB" if nbytes >= 1e9 else f"{nbytes / 1e6:.0f} MB"
 
 
-def bound(value: int | None) -> str:
-    """Return `bound 4`, or `no bound` for None."""
-    return "no bound" if value is None else f"bound {value}"
+def bound(value: int) -> str:
+    """Return `bound 4`."""
+    return f"bound {value}"
 
 
 def change(before: float | None, after: float | None) -> str:

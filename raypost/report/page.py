@@ -88,7 +88,7 @@ def _tiles(report: Mapping[str, Any]) -> list[tuple[str, str, str, bool]]:
         ("Groups trained", f"{groups['trained']:,}", f"of {groups['sampled']:,} sampled; {groups['lost']} lost",
          groups["lost"] != 0),
         ("Largest staleness", number(worst, 1) if worst is None else str(worst), mean,
-         worst is not None and limit is not None and worst > limit),
+         worst is not None and worst > limit),
         ("Trainer idle", percent(report["trainer_idle_fraction"]), overlap, False),
         ("Rollout idle", percent(report["rollout_idle_fraction"]),
          f"{number(report['tokens_per_s'])} tokens/s produced", False),

@@ -133,16 +133,15 @@ def _curve(record: RunRecord, values: Series, title: str, colour: str) -> tuple[
 def _staleness(ax: Axes, report: dict[str, Any]) -> None:
     counts = list(report["staleness_histogram"].values())
     limit = report["staleness_bound"]
-    edge = max(len(counts) - 1, limit or 0)
+    edge = max(len(counts) - 1, limit)
     shares = 100 * np.asarray(counts) / sum(counts)
-    colours = [BLUE if limit is None or s <= limit else RED for s in range(len(shares))]
+    colours = [BLUE if s <= limit else RED for s in range(len(shares))]
     ax.bar(range(len(shares)), shares, width=0.62, color=colours, zorder=3)
     if edge < 12:
         for s in np.flatnonzero(shares):
             note(ax, f"{shares[s]:.3g} %", (s, shares[s]), (0, 3), ha="center", color=INK)
-    if limit is not None:
-        ax.axvline(limit + 0.5, color=GREY, lw=1, ls=_DASHED)
-        note(ax, "bound", (limit + 0.5, 0.97), (-4, 0), ("data", "axes fraction"), ha="right", va="top")
+    ax.axvline(limit + 0.5, color=GREY, lw=1, ls=_DASHED)
+    note(ax, "bound", (limit + 0.5, 0.97), (-4, 0), ("data", "axes fraction"), ha="right", va="top")
     ax.set_xlim(-0.6, edge + 0.7)
     ax.set_ylim(0, 118)
     ax.set_yticks([0, 50, 100])

@@ -157,7 +157,7 @@ def _problems(report: dict[str, Any], record: RunRecord) -> Iterator[str]:
     if report["groups"]["lost"]:
         yield f"{report['groups']['lost']} groups are lost: nobody can say what became of them"
     worst, bound = report["staleness_max"], report["staleness_bound"]
-    if worst is not None and bound is not None and worst > bound:
+    if worst is not None and worst > bound:
         yield f"a group of staleness {worst} was trained, the bound is {bound}"
     if record.ledger is not None and record.ledger.problems:
         yield f"the ledger does not add up: {record.ledger.problems[0]}; see `raypost explain`"

@@ -57,7 +57,7 @@ class RunDisplay:
         self._out = out or sys.stdout
         self._tty = self._out.isatty() if tty is None else tty
         self._num_steps = config.train.num_steps
-        self._bound = "any" if config.staleness_bound is None else str(config.staleness_bound)
+        self._bound = str(config.staleness_bound)
         self._started_s = time.monotonic()
         self._ends: deque[tuple[float, float]] = deque(maxlen=PACE_STEPS + 1)
         self._first_score: float | None = None
@@ -143,7 +143,7 @@ class RunDisplay:
             f"raypost {config.name}: {config.model.name} on {task.source.dataset}{others}, {self._num_steps} steps of "
             f"{config.train.batch_size} groups x {task.group_size}\n  {workers} rollout worker{_s(workers)}, "
             f"{ranks} trainer rank{_s(ranks)}, {config.device}, "
-            + (f"staleness at most {self._bound}" if config.staleness_bound is not None else "any staleness")
+            f"staleness at most {self._bound}"
         )
 
     def _line(self, text: str) -> None:

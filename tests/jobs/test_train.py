@@ -95,7 +95,7 @@ def test_two_tasks_at_their_own_pace_one_of_them_in_an_environment(
     """Admission by capacity beside a synchronous task, a schedule of weights, a sync that waits, a bounded buffer."""
     recipe = yaml.safe_load((ROOT / "jobs/recipes/quickstart.yaml").read_text())
     [sums] = recipe["tasks"]
-    sums |= {"group_size": 4, "strategy": {"admission": "capacity"}, "weight_schedule": {3: 3.0}}
+    sums |= {"group_size": 4, "weight_schedule": {3: 3.0}}
     loop = {
         "kind": "environment",
         "environment": "tests.jobs.playground:AskTwice",

@@ -243,6 +243,7 @@ class World:
         bounds: BufferBounds | None = None,
         weights: WeightFunction | None = None,
         take_timeout_s: float = 3600.0,
+        num_slots: int | None = None,
     ) -> None:
         loop = asyncio.get_running_loop()
         configs = tasks or (task_config(),)
@@ -270,6 +271,7 @@ class World:
             retryable=(HostDied,),
             clock=loop.time,
             take_timeout_s=take_timeout_s,
+            num_slots=num_slots,
         )
 
     async def take(self, step: int) -> tuple[TakeStatus, PackedGroups]:

@@ -289,7 +289,7 @@ async def two_interruptions_keep_every_version() -> None:
 
 @row(24)
 async def only_new_tokens_are_produced() -> None:
-    world = World(task_config(group_size=1, max_staleness=9), batch_size=1)
+    world = World(task_config(group_size=1, max_staleness=9, max_pending=1), batch_size=1)
     world.pool.seconds = lambda one: 9
     async with producing(world, version=None):
         for version, seconds, tokens in ((5, 3.5, 3), (7, 2.5, 2), (8, 4.5, 4)):
@@ -314,7 +314,7 @@ async def completed_member_of_an_interrupted_group() -> None:
 
 @row(26)
 async def pause_drains_what_is_about_to_end() -> None:
-    world = World(batch_size=2)
+    world = World(task_config(max_pending=2), batch_size=2)
     async with producing(world):
         await asyncio.sleep(0.5)
         assert 0 < await world.producer.pause("wait") <= 2
@@ -325,7 +325,7 @@ async def pause_drains_what_is_about_to_end() -> None:
 @row(27)
 async def pause_cancels_what_hangs() -> None:
     """Differs: it is put back into the buffer, not lost."""
-    world = World(batch_size=1, pause_timeout_s=20)
+    world = World(task_config(max_pending=1), batch_size=1, pause_timeout_s=20)
     world.pool.fate = fate(hang={0})
     async with producing(world):
         await asyncio.sleep(0.5)
@@ -431,7 +431,7 @@ async def state_without_the_buffer() -> None:
         await World(batch_size=2).producer.load_state_dict(saved)
 
 
-# ---------------------------------------------------------------- admission by capacity
+# ---------------------------------------------------------------- admission
 
 
 @row(34, (4, 2, 0, 12), (4, 2, 5, 32))
@@ -452,7 +452,7 @@ def capacity(
     limit: int = 100,
 ) -> None:
     """`max_staleness` is AReaL's eta, `max_pending` its concurrency. Counters that were restored say the same."""
-    one = strategy(admission="capacity", max_staleness=eta, max_pending=limit)
+    one = strategy(max_staleness=eta, max_pending=limit)
     saved, progress = progress_of(batch), progress_of(batch)
     for step in range(1, consumed // batch + 1):
         saved.consume(step, {"default": batch})

@@ -411,7 +411,7 @@ def test_batch_arithmetic_counts_tasks_samples_and_requests(tmp_path: Path) -> N
     assert batch["trajectories a train step"] == "56, at most 3872 response tokens"
     assert batch["groups a rank"] == "4 on 2 rank(s)"
     assert batch["optimizer steps a train step"] == "2 of 4 groups"
-    assert batch["requests in flight"].startswith("at most 80, for 64 slots")
+    assert batch["requests in flight"].startswith("the staleness bound allows 136, for 64 slots")
     assert batch["groups produced ahead"] == "at most 16 (2 batch(es))"
 
 
@@ -419,14 +419,16 @@ def test_batch_arithmetic_counts_tasks_samples_and_requests(tmp_path: Path) -> N
     ("places", "part"),
     [
         ({"tasks__0__strategy": {"enable_partial_rollout": False}}, "without partial rollout"),
-        ({"tasks__0__strategy": {"over_sample_threshold": 2}}, "starts 24 groups for 8"),
+        ({"tasks__0__strategy": {"over_sample_threshold": 2}}, "starts 16 groups beyond the staleness bound"),
         (
             {"tasks__0__strategy": {"tail_batch_trigger_size": 9}},
             "tail_batch_trigger_size 9 exceeds its 8 groups",
         ),
         ({"tasks__0__strategy": {"kind": "sync", "max_staleness": 2}}, "'sync' does not use max_staleness"),
-        ({"rollout__max_num_seqs": 1024}, "1024 slots, but at most 64 requests are in flight"),
-        ({"rollout__max_num_seqs": 2}, "up to 64 requests wait for 2 slots"),
+        (
+            {"rollout__max_num_seqs": 1024},
+            "896 of the engines' 1024 slots stay empty: the staleness bound allows 128 requests",
+        ),
         ({"train__correction": {"weight": None}}, "stays uncorrected"),
         ({"train__threads": 99}, "use 100 threads on 64 cores"),
         ({"device": "cuda"}, "float32 on GPUs"),

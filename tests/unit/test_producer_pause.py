@@ -30,7 +30,7 @@ def test_pause_drains_into_the_buffer_and_nothing_starts_before_resume() -> None
     """N26."""
 
     async def main() -> None:
-        world = World(batch_size=2)
+        world = World(task_config(max_pending=2), batch_size=2)
         async with producing(world):
             await asyncio.sleep(0.5)
             seconds = await world.producer.pause()
@@ -65,7 +65,7 @@ def test_what_hangs_is_cancelled_at_the_deadline_and_put_back_not_lost(how: str,
     """N27, without the loss."""
 
     async def main() -> None:
-        world = World(batch_size=2, pause_timeout_s=20)
+        world = World(task_config(max_pending=2), batch_size=2, pause_timeout_s=20)
         world.pool.fate = fate(**{how: {0}})
         async with producing(world):
             await asyncio.sleep(0.5)
@@ -128,7 +128,7 @@ def test_versions_never_go_back_and_engines_come_first() -> None:
 
 def test_a_bug_in_one_group_ends_run_at_once_with_its_traceback_and_loses_nothing() -> None:
     async def main() -> None:
-        world = World(batch_size=4)
+        world = World(task_config(max_pending=4), batch_size=4)
         world.pool.seconds = lambda one: 1
         world.pool.fate = lambda one: "bug" if one.group_id == 2 else "ok"
         await world.producer.resume(0)
@@ -173,7 +173,7 @@ def test_a_group_whose_host_died_is_started_again_and_failed_in_the_end() -> Non
             return "died" if one.group_id == 1 else "ok"
 
         pool.fate = fate_of
-        world = World(batch_size=2, pool=pool)
+        world = World(task_config(max_staleness=0), batch_size=2, pool=pool)
         async with producing(world):
             _, packed = await world.take(1)
             assert set(packed.group_ids.tolist()) == {0, 2}
@@ -376,7 +376,7 @@ def versions_of(packed: PackedGroups) -> set[tuple[int, ...]]:
 
 def test_keep_freezes_requests_and_they_go_on_with_the_new_weights() -> None:
     async def main() -> None:
-        world = World(task_config(max_staleness=3), batch_size=2)
+        world = World(task_config(max_staleness=3, max_pending=2), batch_size=2)
         world.pool.seconds = lambda one: 4
         async with producing(world):
             await asyncio.sleep(2.5)
@@ -395,7 +395,7 @@ def test_keep_freezes_requests_and_they_go_on_with_the_new_weights() -> None:
 
 def test_what_is_frozen_comes_back_when_a_checkpoint_must_find_nothing_pending() -> None:
     async def main() -> None:
-        world = World(task_config(max_staleness=3), batch_size=2)
+        world = World(task_config(max_staleness=3, max_pending=2), batch_size=2)
         world.pool.seconds = lambda one: 4
         async with producing(world):
             await asyncio.sleep(2.5)
@@ -412,7 +412,7 @@ def test_what_is_frozen_comes_back_when_a_checkpoint_must_find_nothing_pending()
 
 def test_wait_lets_requests_run_to_their_end() -> None:
     async def main() -> None:
-        world = World(task_config(max_staleness=3), batch_size=2)
+        world = World(task_config(max_staleness=3, max_pending=2), batch_size=2)
         world.pool.seconds = lambda one: 20
         async with producing(world):
             await asyncio.sleep(2.5)
@@ -425,7 +425,7 @@ def test_wait_lets_requests_run_to_their_end() -> None:
 
 def test_wait_aborts_what_takes_longer_than_the_deadline() -> None:
     async def main() -> None:
-        world = World(task_config(max_staleness=3), batch_size=2, pause_timeout_s=10.0)
+        world = World(task_config(max_staleness=0), batch_size=2, pause_timeout_s=10.0)
         world.pool.seconds = lambda one: 1 + 99 * (one.group_id == 1)
         async with producing(world):
             await asyncio.sleep(2.5)

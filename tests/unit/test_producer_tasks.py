@@ -12,7 +12,7 @@ from raypost.errors import ConfigError, ProductionError
 from raypost.packed import PackedGroups, unpack_groups
 from raypost.protocols import BufferBounds
 from raypost.types import ProduceBatchStatus, Status
-from tests.unit.production import World, producing, task_config, train_step, virtual
+from tests.unit.production import World, producing, take_after_sync, task_config, train_step, virtual
 
 
 def tasks_of(packed: PackedGroups) -> Counter[str]:
@@ -108,11 +108,11 @@ def test_a_weight_function_that_fails_ends_production_and_says_where() -> None:
     virtual(main())
 
 
-def test_capacity_admits_all_batches_within_the_bound_at_once() -> None:
+def test_all_batches_within_the_bound_are_in_flight_at_once() -> None:
     """N34, N36 and N37 through the producer: (eta + 1) x batch beyond what the version has consumed."""
 
     async def main() -> None:
-        world = World(task_config(admission="capacity", max_staleness=2), batch_size=4, size=500)
+        world = World(task_config(max_staleness=2), batch_size=4, size=500)
         world.pool.seconds = lambda one: 10
         async with producing(world):
             await asyncio.sleep(1)
@@ -122,7 +122,7 @@ def test_capacity_admits_all_batches_within_the_bound_at_once() -> None:
                 await asyncio.sleep(0.1)
                 counts = await world.producer.counts()
                 assert counts.buffered + counts.in_flight == 12
-        on_policy = World(task_config(admission="capacity", max_staleness=0), batch_size=4)
+        on_policy = World(task_config(max_staleness=0), batch_size=4)
         async with producing(on_policy):
             for step in range(1, 5):
                 status, _ = await train_step(on_policy, step)
@@ -134,25 +134,74 @@ def test_capacity_admits_all_batches_within_the_bound_at_once() -> None:
     virtual(main())
 
 
-def test_capacity_trains_the_slow_instead_of_dropping_them() -> None:
+def test_the_slow_are_waited_for_instead_of_dropped() -> None:
     """One group in four takes longer than the bound lasts: by age it would never be trained."""
 
-    async def trained(**strategy: Any) -> tuple[set[int], int]:
-        world = World(task_config(max_staleness=1, **strategy), batch_size=4, size=500)
+    async def main() -> None:
+        world = World(task_config(max_staleness=1), batch_size=4, size=500)
         world.pool.seconds = lambda one: 40 if one.group_id % 4 == 0 else 2
-        slow: set[int] = set()
+        trained: list[int] = []
         async with producing(world):
             for step in range(1, 16):
-                _, packed = await train_step(world, step)
-                slow |= {one.group_id for one in unpack_groups(packed) if one.group_id % 4 == 0}
+                status, packed = await train_step(world, step)
+                assert max(status.staleness) <= 1
+                trained += [one.group_id for one in unpack_groups(packed)]
                 await asyncio.sleep(3)
-            return slow, (await world.producer.counts()).expired
+            assert (await world.producer.counts()).expired == 0
+        assert sum(group_id % 4 == 0 for group_id in trained) in (14, 15)
+
+    virtual(main())
+
+
+def test_groups_start_until_the_engines_are_full_and_the_next_step_comes_first() -> None:
+    """Slots for six requests and a quarter more that wait in the engines: eight groups of two, half of them at work."""
 
     async def main() -> None:
-        slow, expired = await trained(admission="capacity")
-        assert slow and expired == 0
-        slow, expired = await trained(over_sample_threshold=1.0)
-        assert not slow and expired > 0
+        near, far = task_config("near", max_staleness=9), task_config("far", max_staleness=9)
+        world = World(near, far, batch_size=4, num_slots=6, size=500)
+        world.pool.seconds = lambda one: 10
+        async with producing(world):
+            await asyncio.sleep(1)
+            assert Counter(world.producer.pending.num_by_task()) == {"near": 4, "far": 4}
+            assert max(world.producer.progress.target_upto.values()) <= 3
+            for step in range(1, 5):
+                await train_step(world, step)
+            # Members of one length are at work together: what was learned of them leaves room for fewer groups.
+            assert len(world.producer.pending) < 8
+
+    virtual(main())
+
+
+def test_a_bound_that_never_binds_costs_no_look_at_steps_that_nobody_works_for() -> None:
+    async def main() -> None:
+        idle = task_config("idle", weight=0.0, weight_schedule={500_000: 1.0})
+        world = World(task_config("busy"), idle, batch_size=4, interval=1_000_000, num_slots=16)
+        world.pool.seconds = lambda one: 10
+        async with producing(world):
+            await asyncio.sleep(1)
+            assert len(world.producer.progress._allocations) <= 8
+
+    virtual(main())
+
+
+def test_what_is_too_old_for_its_tokens_is_not_made() -> None:
+    """The mask is nearer than the bound: groups made beyond it would come to the trainer without a token."""
+
+    async def main() -> None:
+        world = World(task_config(max_staleness=9, max_token_staleness=1), batch_size=2, size=500)
+        async with producing(world):
+            await asyncio.sleep(1000)
+            assert (await world.producer.counts()).sampled == 4
+            _, packed = await world.take(1)
+            await asyncio.sleep(100)
+            status, _ = await world.producer.take_batch(2)
+            assert (status.status, status.num_groups) == ("expired_batch", 0)
+            for step in range(2, 8):
+                status, packed = await take_after_sync(world, step)
+                assert all(
+                    member.response_mask.any() for one in unpack_groups(packed) for member in one.states
+                )
+            assert (await world.producer.counts()).expired == 0
 
     virtual(main())
 
@@ -199,6 +248,27 @@ def test_a_buffer_full_of_interrupted_groups_still_fills_the_next_batch() -> Non
             assert len(world.pool.started) - started == 2
             _, packed = await world.producer.take_batch(1)
             assert packed is not None
+
+    virtual(main())
+
+
+def test_a_full_buffer_goes_on_with_what_the_next_batch_must_not_miss() -> None:
+    """The next batch could be filled without the slow group, which would then be too old for the one after."""
+
+    async def main() -> None:
+        bounds = BufferBounds(max_groups=4, low_water=0.5)
+        world = World(task_config(max_staleness=1), batch_size=2, bounds=bounds)
+        world.pool.seconds = lambda one: 30 if one.group_id == 0 else 1
+        async with producing(world):
+            await asyncio.sleep(1.5)
+            await train_step(world, 1)
+            await asyncio.sleep(3)
+            await world.producer.pause()
+            counts = await world.buffer.counts()
+            assert counts.is_full and counts.groups["default"] == {Status.COMPLETED: 3, Status.ABORTED: 1}
+            await world.producer.resume(1)
+            _, packed = await world.take(2)
+            assert 0 in {one.group_id for one in unpack_groups(packed)}
 
     virtual(main())
 
@@ -252,7 +322,9 @@ def test_a_trajectory_interrupted_too_often_waits_for_the_tail_batch() -> None:
     """Its tokens are kept, and it is not continued before the round that takes such groups first."""
 
     async def main() -> None:
-        strategy = task_config(max_staleness=50, tail_batch_trigger_size=2, tail_batch_max_tries=2)
+        strategy = task_config(
+            max_staleness=50, max_pending=2, tail_batch_trigger_size=2, tail_batch_max_tries=2
+        )
         world = World(strategy, batch_size=2, size=500)
         world.pool.seconds = lambda one: 12 if one.group_id < 2 else 1
         async with producing(world):
@@ -271,7 +343,9 @@ def test_a_trajectory_interrupted_too_often_waits_for_the_tail_batch() -> None:
 
 def test_a_trajectory_interrupted_too_often_is_left_alone_until_there_are_enough() -> None:
     async def main() -> None:
-        strategy = task_config(max_staleness=50, tail_batch_trigger_size=3, tail_batch_max_tries=1)
+        strategy = task_config(
+            max_staleness=50, max_pending=2, tail_batch_trigger_size=3, tail_batch_max_tries=1
+        )
         world = World(strategy, batch_size=2, size=500)
         world.pool.seconds = lambda one: 12 if one.group_id < 2 else 1
         async with producing(world):

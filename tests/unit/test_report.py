@@ -253,31 +253,25 @@ def test_a_run_that_failed_before_its_first_step_has_a_report_without_figures(
         assert report[name] is None
 
 
-@pytest.mark.parametrize(
-    ("hard", "bound", "told", "drawn"),
-    [(4, 4, "staleness at most 4", True), (None, None, "any staleness", False)],
-)
-def test_capacity_admission_is_judged_by_its_hard_bound_everywhere(
-    tmp_path: Path, clock: Clock, hard: int | None, bound: int | None, told: str, drawn: bool
-) -> None:
-    strategy = {"admission": "capacity", "max_staleness": 1, "hard_max_staleness": hard}
-    task = {"source": {"kind": "reasoning_gym", "dataset": "basic_arithmetic"}, "strategy": strategy}
+def test_one_bound_judges_a_run_everywhere(tmp_path: Path, clock: Clock) -> None:
+    task = {
+        "source": {"kind": "reasoning_gym", "dataset": "basic_arithmetic"},
+        "strategy": {"max_staleness": 4},
+    }
     config = run.config(tasks=[task])
-    threshold = schedule.bound(config.tasks[0], config).threshold
-    assert threshold == (None if bound is None else bound + 1), "what plan says"
+    assert schedule.bound(config.tasks[0], config).threshold == 5, "what plan says"
     recorder = RunWriter(tmp_path, config, started_s=clock.now)
     write_steps(recorder, clock, 1, 2)
     recorder.write_step(3, run.metrics(3) | {"staleness": [0, 3], "staleness_max": 3, "staleness_mean": 1.5})
     report = recorder.finish("finished", None, run.counts())
-    assert (report["staleness_max"], report["staleness_bound"], report["problems"]) == (3, bound, [])
-    name = "no bound" if bound is None else f"bound {bound}"
-    assert f"at most 3 ({name})" in report_text(report, tmp_path)
+    assert (report["staleness_max"], report["staleness_bound"], report["problems"]) == (3, 4, [])
+    assert "at most 3 (bound 4)" in report_text(report, tmp_path)
     shown = io.StringIO()
     RunDisplay(config, out=shown).step(3, run.metrics(3) | {"staleness_mean": 1.5})
-    assert told in shown.getvalue() and f"1.5/{'any' if bound is None else bound}" in shown.getvalue()
+    assert "staleness at most 4" in shown.getvalue() and "1.5/4" in shown.getvalue()
     html = (tmp_path / files.REPORT_HTML).read_text()
-    assert f", {name}</div>" in html
-    assert (">bound</text>" in html) is drawn, "the line in the plot of staleness"
+    assert ", bound 4</div>" in html
+    assert ">bound</text>" in html, "the line in the plot of staleness"
 
 
 def write_ledger(folder: Path, trained: list[int], expired: list[int]) -> None:

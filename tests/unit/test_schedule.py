@@ -31,21 +31,10 @@ def strategy(**fields: Any) -> dict[str, Any]:
     return {"tasks__0__strategy": fields}
 
 
-CAPACITY = {"admission": "capacity", "max_staleness": 2}
 HERE = "tests.unit.test_schedule"
 
 REFUSED = {
-    "sync by capacity": (strategy(kind="sync", admission="capacity"), "use kind 'async'"),
     "early rounds": (strategy(should_continue=f"{HERE}:accept"), "would starve"),
-    "oversampling by capacity": (
-        strategy(**CAPACITY, over_sample_threshold=0.5),
-        "over_sample_threshold 0.5 > 0",
-    ),
-    "hard bound without capacity": (strategy(hard_max_staleness=3), "needs admission 'capacity'"),
-    "hard bound below the pace": (
-        strategy(**CAPACITY, hard_max_staleness=1),
-        "hard_max_staleness 1 < max_staleness 2",
-    ),
     "a mask that never masks": (
         strategy(max_staleness=2, max_token_staleness=2),
         "max_token_staleness 2 >= max_staleness 2",
@@ -53,10 +42,6 @@ REFUSED = {
     "a mask in a synchronous task": (
         strategy(kind="sync", max_token_staleness=0),
         "max_token_staleness 0 >= max_staleness 0",
-    ),
-    "a mask above the hard bound": (
-        strategy(**CAPACITY, hard_max_staleness=3, max_token_staleness=3),
-        "max_token_staleness 3 >= hard_max_staleness 3",
     ),
     "tries without a tail batch": (
         strategy(tail_batch_max_tries=3, tail_batch_trigger_size=-1),
@@ -93,7 +78,6 @@ def test_what_cannot_work_is_refused_with_its_numbers(name: str) -> None:
     "places",
     [
         {},
-        strategy(**CAPACITY, hard_max_staleness=4, max_token_staleness=3),
         strategy(max_staleness=3, max_token_staleness=2, tail_batch_max_tries=4),
         {"sync__pause_mode": "keep"},
         {**strategy(max_staleness=0), "sync__pause_mode": "wait"},
@@ -105,30 +89,24 @@ def test_what_works_is_not_refused(places: dict[str, Any]) -> None:
     assert list(schedule_problems(make_config(**places))) == []
 
 
-def test_the_bound_of_admission_by_capacity_says_that_nothing_expires() -> None:
-    config = make_config(**strategy(**CAPACITY), sync__sync_weights_interval=2)
+def test_the_bound_says_how_old_data_may_be_and_how_much_may_be_in_flight() -> None:
+    config = make_config(**strategy(max_staleness=2), sync__sync_weights_interval=2)
     shown = bound(config.tasks[0], config)
-    assert (shown.threshold, shown.oldest) == (None, "staleness 5 in the mean")
-    assert "6 batch(es)" in shown.rule
+    assert (shown.threshold, shown.oldest) == (6, "staleness 5: 5 steps old")
     assert started_at_once(config.tasks[0], 8, config) == 48
+    nearer = make_config(**strategy(max_staleness=2, max_token_staleness=0), sync__sync_weights_interval=2)
+    assert started_at_once(nearer.tasks[0], 8, nearer) == 16
 
 
 STRATEGIES = st.fixed_dictionaries({
     "kind": st.sampled_from(["async", "sync"]),
-    "admission": st.sampled_from(["horizon", "capacity"]),
     "max_staleness": st.integers(0, 4),
-    "hard_max_staleness": st.none() | st.integers(0, 6),
 })  # fmt: skip
 
 
-def naive_threshold(strategy: dict[str, Any], interval: int) -> int | None:
+def naive_threshold(strategy: dict[str, Any], interval: int) -> int:
     """Staleness from which a group is expired, as docs/production.md says."""
-    if strategy["kind"] == "sync":
-        return interval
-    if strategy["admission"] == "horizon":
-        return int(strategy["max_staleness"] + 1) * interval
-    hard = strategy["hard_max_staleness"]
-    return None if hard is None else int(hard + 1) * interval
+    return interval if strategy["kind"] == "sync" else int(strategy["max_staleness"] + 1) * interval
 
 
 @settings(max_examples=200, deadline=None)
@@ -143,11 +121,9 @@ def test_plan_buffer_and_report_have_one_staleness_bound(
     assert [one.threshold for one in shown] == expected
     assert [limits.stale_threshold for limits in task_limits(config).values()] == expected
     for one, threshold in zip(shown, expected, strict=True):
-        if threshold is not None:
-            assert one.oldest.startswith(f"staleness {threshold - 1}:")
-            assert f" {threshold // interval - 1} + 1) x" in one.rule
-    largest = None if None in expected else max(one for one in expected if one is not None) - 1
-    assert config.staleness_bound == largest
+        assert one.oldest.startswith(f"staleness {threshold - 1}:")
+        assert f" {threshold // interval - 1} + 1) x" in one.rule
+    assert config.staleness_bound == max(expected) - 1
 
 
 def test_a_limit_of_groups_in_flight_is_what_is_started_at_once() -> None:

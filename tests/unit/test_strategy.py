@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 
 import pytest
+from hypothesis import assume, given
+from hypothesis import strategies as st
 
 from raypost.config import StrategyConfig
 from raypost.production.pending import PendingGroup, Signal, uninterrupted
@@ -13,10 +16,12 @@ from raypost.production.strategy import (
     SyncProduceStrategy,
     build_strategy,
     desired_pending,
+    groups_owed,
     oversample_budget,
 )
+from raypost.staleness import NEVER
 from raypost.types import Status
-from tests.unit.production import finish, group, opened, virtual
+from tests.unit.production import finish, group, opened, strategy, virtual
 
 
 @pytest.mark.parametrize(
@@ -104,19 +109,59 @@ def test_capacity_counts_batches_that_may_be_worked_for(
     target: int, accepted: int, running: int, max_pending: int, room: int
 ) -> None:
     """N34 and N35: `target` is (eta + version + 1) x batch."""
-    config = StrategyConfig(admission="capacity", over_sample_threshold=0.0, max_pending=max_pending)
+    config = StrategyConfig(max_pending=max_pending)
     counts = {"target": target, "available": accepted, "pending": running}
     plan = build_strategy(config, 1).plan(**counts, task_batch_size=4, tail_batch=False)
     assert plan.num_groups == room
 
 
-def test_admission_by_capacity_expires_nothing_but_beyond_its_hard_bound() -> None:
-    paced = build_strategy(StrategyConfig(admission="capacity", max_staleness=2), 4)
-    assert (paced.by_capacity, paced.horizon, paced.limits.stale_threshold) == (True, 12, None)
-    hard = build_strategy(StrategyConfig(admission="capacity", max_staleness=2, hard_max_staleness=3), 4)
-    assert (hard.horizon, hard.limits.stale_threshold) == (12, 16)
+def test_production_runs_as_far_ahead_as_the_nearest_bound_allows() -> None:
+    plain = build_strategy(StrategyConfig(max_staleness=2), 4)
+    assert (plain.horizon, plain.limits.stale_threshold) == (12, 12)
+    assert (plain.last_step(3), plain.is_production_expired(15, 3)) == (15, False)
+    assert plain.is_production_expired(16, 3)
     masked = build_strategy(StrategyConfig(max_staleness=4, max_token_staleness=1, tail_batch_max_tries=2), 4)
     assert (masked.limits.token_stale_threshold, masked.limits.max_tries) == (8, 2)
+    assert (masked.horizon, masked.limits.stale_threshold) == (8, 20)
+
+
+def test_the_engines_limit_what_is_started_but_not_what_is_missing() -> None:
+    plan = strategy().plan(target=8, available=1, pending=2, task_batch_size=4, tail_batch=False, room=3)
+    assert plan.num_groups == 3
+    plan = strategy().plan(target=8, available=1, pending=2, task_batch_size=4, tail_batch=False, room=9)
+    assert plan.num_groups == 5
+
+
+def fewest_that_must_end(unfinished: list[int], completed: list[int], step: int, batch: int) -> int:
+    """What `groups_owed` is, found by trying: how many must join the batch so that the rest can still be trained."""
+    for ended in range(min(len(unfinished), batch) + 1):
+        ready = sorted(completed + sorted(unfinished)[:ended])
+        rest = sorted(ready[batch:] + sorted(unfinished)[ended:])
+        if all(step + 1 + place // batch <= last for place, last in enumerate(rest)):
+            return ended
+    return -1
+
+
+@given(
+    unfinished=st.lists(st.integers(5, 9), max_size=7),
+    completed=st.lists(st.integers(5, 9), max_size=7),
+    batch=st.integers(1, 4),
+)
+def test_a_batch_waits_for_as_few_as_keep_the_rest_trainable(
+    unfinished: list[int], completed: list[int], batch: int
+) -> None:
+    fewest = fewest_that_must_end(unfinished, completed, 5, batch)
+    assume(fewest >= 0)
+    owed = groups_owed(Counter(unfinished), Counter(completed), 5, lambda step: batch)
+    assert owed == fewest
+
+
+def test_a_batch_waits_neither_for_what_cannot_be_trained_nor_for_what_does_not_age() -> None:
+    assert groups_owed({4: 3, NEVER: 5}, {}, 5, lambda step: 2) == 0
+    assert groups_owed({5: 9}, {}, 5, lambda step: 2) == 2
+    assert groups_owed({5: 9}, {5: 2}, 5, lambda step: 2) == 0
+    shares = {5: 2, 6: 0, 7: 1}
+    assert groups_owed({7: 2}, {9: 2}, 5, shares.__getitem__) == 1
 
 
 def test_a_limit_of_groups_in_flight_holds_whatever_is_missing() -> None:

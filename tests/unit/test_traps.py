@@ -199,7 +199,7 @@ def test_a_host_that_dies_costs_no_token_of_an_earlier_segment() -> None:
     async def main() -> None:
         pool = DiesOnce()
         pool.seconds = lambda one: 4
-        world = World(task_config(max_staleness=9), batch_size=1, pool=pool)
+        world = World(task_config(max_staleness=9, max_pending=1), batch_size=1, pool=pool)
         async with producing(world):
             await asyncio.sleep(2.5)
             await world.producer.pause()
@@ -214,7 +214,7 @@ def test_a_host_that_dies_costs_no_token_of_an_earlier_segment() -> None:
 
 def test_capacity_does_not_grow_because_a_batch_was_smaller_than_allotted() -> None:
     """Trap 42: what was given up counts as delivered."""
-    one, progress = strategy(admission="capacity", max_staleness=2), progress_of(4)
+    one, progress = strategy(max_staleness=2), progress_of(4)
     progress.ensure_target_upto("default", 4)
     progress.consume(1, {"default": 1})
     assert progress.consumed == {"default": 1}
