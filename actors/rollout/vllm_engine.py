@@ -20,7 +20,6 @@ from typing import Literal
 import numpy as np
 from vllm import SamplingParams
 from vllm.config import WeightTransferConfig
-from vllm.distributed.weight_transfer.base import WeightTransferUpdateRequest
 from vllm.inputs.engine import tokens_input
 from vllm.logprobs import FlatLogprobs
 from vllm.outputs import CompletionOutput, RequestOutput
@@ -46,8 +45,6 @@ Memory = Literal["weights", "kv_cache"]
 
 CANARY_PRIORITY = EVALUATION_PRIORITY - 1
 
-STAGED_POLL_S = 0.005
-
 
 class RolloutEngine(VllmEngine):
     """An engine that generates, and whose weights are replaced by the trainer's."""
@@ -56,6 +53,8 @@ class RolloutEngine(VllmEngine):
         """Start the engine's processes, which blocks for seconds. Weights are random until the first load."""
         self._asleep: set[Memory] = set()
         self._staged: Manifest | None = None
+        self._base = ""
+        """Digest of the base that the engine keeps."""
         super().__init__(
             model_path,
             config,
@@ -171,15 +170,19 @@ class RolloutEngine(VllmEngine):
         if self._staged == manifest:
             return
         self._staged = None
-        bases = set(await self.llm.collective_rpc("held_base"))
         # A base that the engine keeps is not copied again.
-        first = manifest.base_buckets if manifest.base and bases == {manifest.base} else 0
-        with ExitStack() as files:
-            copies = [files.enter_context(await asyncio.to_thread(_copy, one)) for one in buckets[first:]]
-            paths = [f"/proc/{os.getpid()}/fd/{copy.fileno()}" for copy in copies]
-            await self.llm.collective_rpc("stage_weights", args=(manifest.encoded(), paths))
-        while not all(await self.llm.collective_rpc("staged_weights")):
-            await asyncio.sleep(STAGED_POLL_S)
+        first = manifest.base_buckets if manifest.base and manifest.base == self._base else 0
+        reader, writer = (FileIO(end, mode) for end, mode in zip(os.pipe(), "rw", strict=True))
+        with reader:
+            with ExitStack() as files:
+                answers = files.enter_context(writer)
+                copies = [files.enter_context(await asyncio.to_thread(_copy, one)) for one in buckets[first:]]
+                paths = [f"/proc/{os.getpid()}/fd/{file.fileno()}" for file in (answers, *copies)]
+                await self.llm.collective_rpc("stage_weights", args=(manifest.encoded(), *paths))
+            # Until every rank has closed it. Not by a call, which a busy engine answers between two steps only.
+            problems = await asyncio.to_thread(reader.readall)
+        if problems:
+            raise WeightError(problems.decode())
         self._staged = manifest
 
     async def load(self, manifest: Manifest) -> None:
@@ -188,12 +191,13 @@ class RolloutEngine(VllmEngine):
         Frozen requests lose their keys and values, which the old weights made: vLLM preempts them, and when
         they go on, it first runs prompt and response so far through the new weights.
         """
-        self._staged = None
-        update = {"version": manifest.version, "digest": manifest.digest}
-        await self.llm.start_weight_update()
-        await self.llm.update_weights(WeightTransferUpdateRequest(update))
-        await self.llm.finish_weight_update(weight_version=str(manifest.version))
-        await self.llm.reset_prefix_cache(reset_running_requests=True)
+        self._staged, self._base = None, ""
+        await self.llm.collective_rpc("load_staged", args=(manifest.version, manifest.digest))
+        self._base = manifest.base
+        await asyncio.gather(
+            self.llm.update_weight_version(str(manifest.version)),
+            self.llm.reset_prefix_cache(reset_running_requests=True),
+        )
 
     async def held(self) -> tuple[int, str, bool]:
         """Return (version, digest, touched) as the process with the model says. WeightError if ranks differ."""

@@ -4,10 +4,11 @@ Owns what happens there from mapped bytes to a model that uses them, and the rec
 Imported by vLLM through `worker_extension_cls`, which also registers the transfer engine. What the rollout
 worker sends is the manifest and a path of shared memory a bucket; bytes never pass through an RPC.
 
-    stage_weights         map -> check names, shapes -> verify digests on a thread; requests may run meanwhile
-    start_weight_update   nothing: the old weights stay in use until the new bytes are verified
-    update_weights        layerwise reload of what differs in the version that is staged, adapters added
-    finish_weight_update  finalize -> pack heads again -> record what the model holds
+    stage_weights   map -> check names, shapes -> verify digests on a thread; requests may run meanwhile
+    load_staged     vLLM's three calls, one after the other:
+        start_weight_update   nothing: the old weights stay in use until the new bytes are verified
+        update_weights        layerwise reload of what differs in the version that is staged, adapters added
+        finish_weight_update  finalize -> pack heads again -> record what the model holds
 
 The base that adapters are added to stays mapped: it is sent, verified and kept once, outside the model.
 
@@ -20,11 +21,11 @@ from __future__ import annotations
 import logging
 import mmap
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from math import prod
-from typing import Any
+from typing import Any, BinaryIO
 
 import numpy as np
 import torch
@@ -134,17 +135,18 @@ class SharedMemoryTransfer(
         if self.device.type != "cpu":
             torch.accelerator.synchronize()
 
-    def stage(self, manifest: Manifest, paths: list[str]) -> None:
+    def stage(self, manifest: Manifest, answers: BinaryIO, paths: Sequence[str]) -> None:
         """Map a version and begin to verify its bytes; `paths` has those of its base only if that is not held.
 
-        Raises WeightError if its tensors are not the model's.
+        What is wrong with them is written into `answers`, which is closed when all is verified. Raises WeightError if
+        its tensors are not the model's.
         """
         self._staged = None
         self._check_tensors(manifest)
         buckets, known = [_map(path) for path in paths], ""
         if self.base is not None and len(buckets) < len(manifest.bucket_sizes):
             known, buckets = self.base.digest, self.base.buckets + buckets
-        verified = self._verifier.submit(verify, manifest, buckets, known)
+        verified = self._verifier.submit(_verify, answers, manifest, buckets, known)
         self._staged = StagedVersion(manifest, buckets, verified)
 
     @property
@@ -288,25 +290,22 @@ class WeightExtension(OwnedProcess):
         """Count what the model holds as no version, until one is loaded."""
         self.weight_transfer_engine.held = None
 
-    def stage_weights(self, manifest: str, paths: list[str]) -> None:
-        """Begin to verify a version; `manifest` is encoded. See SharedMemoryTransfer.stage."""
-        self.weight_transfer_engine.stage(Manifest.decoded(manifest), paths)
+    def stage_weights(self, manifest: str, answers: str, *paths: str) -> None:
+        """Begin to verify a version; `manifest` is encoded, the others are paths. See SharedMemoryTransfer.stage."""
+        self.weight_transfer_engine.stage(Manifest.decoded(manifest), open(answers, "wb"), paths)  # noqa: SIM115
 
-    def staged_weights(self) -> bool:
-        """Return whether the version that is staged is verified. Raises WeightError naming the tensor that differs."""
-        verified = self.weight_transfer_engine.staged.verified
-        return verified.done() and verified.result() is None
+    def load_staged(self, version: int, digest: str) -> None:
+        """Load the version that is staged, which must be this one."""
+        worker: Any = self
+        worker.start_weight_update()
+        worker.update_weights({"version": version, "digest": digest})
+        worker.finish_weight_update()
 
     def held_weights(self) -> tuple[int, str, bool]:
         """Return (version, digest, touched): what the model holds, or -1 and ""; whether it is half loaded."""
         engine = self.weight_transfer_engine
         held = engine.held or LoadedVersion(-1, "", {})
         return held.version, held.digest, engine.touched
-
-    def held_base(self) -> str:
-        """Return the digest of the weights that adapters are added to here; empty for none."""
-        base = self.weight_transfer_engine.base
-        return "" if base is None else base.digest
 
 
 def _checkpoint_shapes(hf_config: Any) -> dict[str, tuple[int, ...]]:
@@ -321,6 +320,16 @@ def _block(name: str) -> str:
     path = name.split(".")
     number = next((i for i, part in enumerate(path) if part.isdigit()), None)
     return name if number is None else ".".join(path[: number + 2])
+
+
+def _verify(answers: BinaryIO, manifest: Manifest, buckets: list[Bytes], known_base: str) -> None:
+    """As `verify`; says what is wrong in `answers` too."""
+    with answers:
+        try:
+            verify(manifest, buckets, known_base)
+        except WeightError as error:
+            answers.write(str(error).encode())
+            raise
 
 
 def _map(path: str) -> Bytes:

@@ -63,6 +63,8 @@ class TrainerWorker:
         self._kind = kind
         self._trained: PolicyRank | CriticRank | None = None
         self._published: list[Publication] = []
+        self._packed: list[Bytes] = []
+        """What was put into the object store last: memory for the next version, on rank 0."""
         self._base: Publication | None = None
         """What adapters are added to, on rank 0 once it was gathered."""
         self._base_gathered = False
@@ -211,12 +213,17 @@ class TrainerWorker:
             self._published = self._published[-1:]
             lora, bucket_bytes = self._config.train.lora, self._config.train.bucket_mb * 2**20
             if lora is None or lora.sync == "merged":
-                made = self._put(self._policy.gather_weights(), lambda all: pack(version, all, bucket_bytes))
+                made = self._put(self._policy.gather_weights(), lambda all: self._pack(version, all))
             else:
                 made = self._put_adapters(version, bucket_bytes)
             if made is not None:
                 self._published.append(made)
             return made
+
+    def _pack(self, version: int, weights: Given) -> tuple[Manifest, list[Bytes]]:
+        bucket_bytes = self._config.train.bucket_mb * 2**20
+        manifest, self._packed = pack(version, weights, bucket_bytes, reuse=self._packed)
+        return manifest, self._packed
 
     def _put_adapters(self, version: int, bucket_bytes: int) -> Publication | None:
         """Put the adapters into the object store, and before the first of them the weights that they are added to."""

@@ -119,13 +119,16 @@ def _digest_entries(entries: Iterable[TensorEntry], base: bool = False) -> str:
     return digest.hexdigest()
 
 
-def pack(version: int, tensors: Given, bucket_bytes: int) -> tuple[Manifest, list[Bytes]]:
+def pack(
+    version: int, tensors: Given, bucket_bytes: int, reuse: Sequence[Bytes] = ()
+) -> tuple[Manifest, list[Bytes]]:
     """Copy (name, flat bytes, dtype, shape) tensors into buckets of at most `bucket_bytes`.
 
-    A tensor's bytes are copied before the next tensor is asked for, so the iterable may reuse or free them.
-    Raises ValueError for a bucket size below 1, WeightError for a repeated name or an empty iterable.
+    A tensor's bytes are copied before the next tensor is asked for, so the iterable may reuse or free them. `reuse`:
+    buckets of an earlier version that nobody reads any more; memory that was written before costs a fraction of what
+    new memory costs. Raises ValueError for a bucket size below 1, WeightError for a repeated name or an empty iterable.
     """
-    entries, buckets = _fill(tensors, bucket_bytes, 0)
+    entries, buckets = _fill(tensors, bucket_bytes, 0, reuse)
     if not entries:
         raise WeightError(f"version {version} has no tensors: nothing to publish")
     sizes = tuple(bucket.nbytes for bucket in buckets)
@@ -171,14 +174,24 @@ def check_factors(version: int, entry: TensorEntry) -> None:
         )
 
 
-def _fill(tensors: Given, bucket_bytes: int, first_bucket: int) -> tuple[list[TensorEntry], list[Bytes]]:
+def _fill(
+    tensors: Given, bucket_bytes: int, first_bucket: int, reuse: Sequence[Bytes] = ()
+) -> tuple[list[TensorEntry], list[Bytes]]:
     if bucket_bytes < 1:
         raise ValueError(f"bucket_bytes must be >= 1, got {bucket_bytes}")
     entries: list[TensorEntry] = []
     buckets: list[Bytes] = []
     names: set[str] = set()
-    # Zeroed memory is committed page by page: a bucket costs what is written into it.
-    bucket, used = np.zeros(bucket_bytes, np.uint8), 0
+
+    def memory(nbytes: int) -> Bytes:
+        # What `_fill` gave away is cut to what was used; its base is all of it.
+        old = reuse[len(buckets)].base if len(buckets) < len(reuse) else None
+        if isinstance(old, np.ndarray) and old.nbytes == nbytes:
+            return old
+        # Zeroed memory is committed page by page: a bucket costs what is written into it.
+        return np.zeros(nbytes, np.uint8)
+
+    bucket, used = memory(bucket_bytes), 0
     for name, data, dtype, shape in tensors:
         if name in names:
             raise WeightError(f"tensor {name!r} is published twice: give tied weights once")
@@ -188,7 +201,7 @@ def _fill(tensors: Given, bucket_bytes: int, first_bucket: int) -> tuple[list[Te
         if offset + flat.nbytes > len(bucket):
             if used:
                 buckets.append(bucket[:used])
-            bucket, offset = np.zeros(max(bucket_bytes, flat.nbytes), np.uint8), 0
+            bucket, offset = memory(max(bucket_bytes, flat.nbytes)), 0
         used = offset + flat.nbytes
         bucket[offset:used] = flat
         sizes, place = tuple(int(size) for size in shape), first_bucket + len(buckets)
