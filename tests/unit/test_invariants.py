@@ -117,7 +117,8 @@ def test_what_was_wrong_is_trained_with_zero_and_what_failed_is_not_trained(
     error: BaseException | None, failed: int
 ) -> None:
     async def main() -> None:
-        world, wrong = World(batch_size=2), Scorer(rewards=error or [0.0, 0.0])
+        world = World(task_config(max_staleness=0), batch_size=2)
+        wrong = Scorer(rewards=error or [0.0, 0.0])
         first, others = (SingleTurnAgentLoop(Stops(), judge, decode) for judge in (wrong, Scorer()))
         world.pool.run = lambda one: (others if one.group_id else first).run(one)  # type: ignore[method-assign, assignment]
         async with producing(world):
