@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import IO
 
 _CHUNK = 1 << 16
 
@@ -41,13 +42,28 @@ class LineFile:
                 file.truncate(start)
                 raise
 
+    def replace(self, line: str) -> int:
+        """Put this line in place of all that the file has, durably and as a whole or not at all; returns its bytes."""
+        data, temporary = (line + "\n").encode(), self.path.with_name(f"{self.path.name}.tmp")
+        with open(temporary, "wb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+        temporary.replace(self.path)
+        folder = os.open(self.path.parent, os.O_RDONLY)
+        try:
+            os.fsync(folder)
+        finally:
+            os.close(folder)
+        return len(data)
 
-def whole_lines(path: Path) -> Iterator[bytes]:
-    """Yield each line with its newline, but not a last one that was cut off. Raises OSError without the file."""
-    with open(path, "rb") as file:
-        for line in file:
-            if line.endswith(b"\n"):
-                yield line
+
+def whole_lines(file: IO[bytes]) -> Iterator[bytes]:
+    """Yield each line from the beginning with its newline, but not a last one that was cut off."""
+    file.seek(0)
+    for line in file:
+        if line.endswith(b"\n"):
+            yield line
 
 
 def _remove_torn_line(path: Path) -> None:

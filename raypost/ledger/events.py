@@ -8,6 +8,8 @@ from enum import StrEnum
 class LedgerEvent(StrEnum):
     """What a line of the journal reports."""
 
+    SNAPSHOT = "snapshot"
+    """What all lines before came to."""
     STARTED = "started"
     """Production began anew; nothing before this line counts."""
     SAVED = "saved"

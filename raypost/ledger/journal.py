@@ -1,20 +1,23 @@
 """Journal: an append-only file of JSON lines that can be read while it is written, and undone by a restore.
 
-Owns writing lines so that a kill loses at most those not flushed, and reading back the history that survived.
-Knows nothing of what the lines say, but for two events:
+Owns writing lines so that a kill loses at most those not flushed, putting a snapshot in place of lines that are too
+many, and reading back the history that survived. Knows nothing of what the lines say, but for three events:
 
+    snapshot, "base": n     always the first line: what all lines up to offset n came to
     started                 nothing before this line counts: production began anew
-    restored, "offset": n   production went back to a checkpoint, saved when the file had n bytes; what lies
-                            between is void
+    restored, "offset": n   production went back to a checkpoint, saved at offset n; what lies between is void
+
+An offset counts the bytes of all lines that were ever written.
 
 Invariants: a line is written whole or not at all; lines are never changed; a last line that was cut off is
-never read, and removed before the next one is appended.
+never read, and removed before the next one is appended; a snapshot replaces its lines in one step.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import weakref
 from bisect import bisect_right
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -22,9 +25,14 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from raypost.errors import LedgerError
 from raypost.jsonl import LineFile, whole_lines
 from raypost.ledger.events import LedgerEvent
 
+FORMAT = 1
+"""Of snapshots."""
+TAIL_BYTES = 4 << 20
+"""So many bytes of lines stand without a snapshot."""
 FLUSH_LINES = 4096
 """Lines kept in memory at most."""
 FLUSH_S = 1.0
@@ -35,15 +43,49 @@ class Journal:
     """The writing end. One writer a file at a time; a second one continues the file."""
 
     def __init__(self, path: Path) -> None:
-        """Touches nothing before the first flush."""
+        """Touches nothing before the first flush. Raises LedgerError if the file is of another format."""
         self._file = LineFile(path)
         self._lines: list[str] = []
         self._oldest_s = 0.0
+        first = b""
+        if path.exists():
+            with open(path, "rb") as file:
+                first = next(whole_lines(file), b"")
+        snapshot = _snapshot_of(first, path)
+        self.base: int = 0 if snapshot is None else snapshot["base"]
+        """Offset at which its lines begin."""
+        self._first_bytes = 0 if snapshot is None else len(first)
+        self._first_s = _first_s(first)
+
+    @property
+    def tail_bytes(self) -> int:
+        """Bytes of the lines behind the snapshot, by which it is worth another one."""
+        size = self._file.path.stat().st_size if self._file.path.exists() else 0
+        return size - self._first_bytes
+
+    def is_long(self) -> bool:
+        """Return whether another snapshot is due."""
+        return self.tail_bytes > max(TAIL_BYTES, 2 * self._first_bytes)
+
+    def put_snapshot(self, now_s: float, fields: Mapping[str, Any]) -> None:
+        """Put a line with these fields in place of all lines so far. Raises OSError; then nothing has changed."""
+        self.flush()
+        base = self.base + self.tail_bytes
+        line = {
+            "time": now_s,
+            "event": LedgerEvent.SNAPSHOT,
+            "format": FORMAT,
+            "base": base,
+            "first_s": self._first_s,
+        }
+        self._first_bytes = self._file.replace(_encode({**line, **fields}))
+        self.base = base
 
     def append(self, line: Mapping[str, Any], now_s: float) -> None:
         """Add one line, written with the next flush: at once if the oldest waits since FLUSH_S before `now_s`."""
         if not self._lines:
             self._oldest_s = now_s
+        self._first_s = self._first_s or now_s
         self._lines.append(_encode(line))
         # A clock that was set back must not hold lines for long.
         if len(self._lines) >= FLUSH_LINES or not 0 <= now_s - self._oldest_s < FLUSH_S:
@@ -58,13 +100,12 @@ class Journal:
         self._lines.clear()
 
     def sync(self) -> int:
-        """Flush to the disk itself; bytes in the file now, which is what a `restored` line names."""
+        """Flush to the disk itself; the offset now, which is what a `restored` line names."""
         self.flush()
-        if not self._file.path.exists():
-            return 0
-        with open(self._file.path, "rb+") as file:
-            os.fsync(file.fileno())
-            return file.seek(0, os.SEEK_END)
+        if self._file.path.exists():
+            with open(self._file.path, "rb+") as file:
+                os.fsync(file.fileno())
+        return self.base + self.tail_bytes
 
 
 def _plain(value: Any) -> Any:
@@ -94,17 +135,26 @@ class JournalReader:
     """
 
     def __init__(self, path: Path) -> None:
-        """Read where the history goes. Raises OSError if there is no such file."""
-        self._path = path
+        """Read where the history goes. Raises OSError if there is no such file, LedgerError for another format."""
+        # A snapshot may take its place meanwhile: what is open is the file as it was.
+        self._file = open(path, "rb")  # noqa: SIM115
+        weakref.finalize(self, self._file.close)
         self.first_s: float
         """Time of the first line, seconds since the epoch; 0 in an empty file."""
         self.last_s: float
         """Time of the last one."""
         self.num_damaged = 0
         """Lines of the last `lines` that were no JSON objects, and were skipped."""
-        self._end, restarts, ends = _scan(path)
-        self._starts, self._ends = _surviving(restarts, self._end)
-        self.first_s, self.last_s = (_time_of(raw) for raw in ends)
+        first = next(whole_lines(self._file), b"")
+        self.snapshot = _snapshot_of(first, path)
+        """What the lines before this file came to; None for a file that has them all."""
+        self._shift = 0 if self.snapshot is None else self.snapshot["base"] - len(first)
+        end, restarts, last = self._scan()
+        self._end = end
+        self._starts, self._ends = _surviving(restarts, end)
+        self.first_s, self.last_s = _first_s(first), _time_of(last or first)
+        self.is_snapshot_void = self.snapshot is not None and self._is_void(self.snapshot["base"] - 1)
+        """Whether what came later made the snapshot void."""
 
     def lines(self, wanted: Callable[[bytes], bool] | None = None, *, void: bool = False) -> Iterator[Line]:
         """Yield the lines in the order they were written, those that are void only if asked for.
@@ -112,10 +162,8 @@ class JournalReader:
         `wanted` sees the bytes of a line; lines that it refuses are not parsed.
         """
         self.num_damaged = 0
-        offset = 0
-        for raw in whole_lines(self._path):
-            start, offset = offset, offset + len(raw)
-            if offset > self._end:
+        for start, raw in self._numbered():
+            if start + len(raw) > self._end:
                 return
             is_void = self._is_void(start)
             if (is_void and not void) or (wanted is not None and not wanted(raw)):
@@ -125,6 +173,33 @@ class JournalReader:
                 self.num_damaged += 1
             else:
                 yield Line(fields, is_void)
+
+    def _numbered(self) -> Iterator[tuple[int, bytes]]:
+        """Yield every line behind the snapshot with its offset."""
+        offset = self._shift
+        for raw in whole_lines(self._file):
+            if self.snapshot is None or offset != self._shift:
+                yield offset, raw
+            offset += len(raw)
+
+    def _scan(self) -> tuple[int, list[tuple[int, int]], bytes]:
+        """Return (the offset behind the last line, restarts, the last line).
+
+        A restart is (where its line begins, where the history before it ends).
+        """
+        restarts, end, last = [], 0 if self.snapshot is None else self.snapshot["base"], b""
+        started, restored = f'"{LedgerEvent.STARTED}"'.encode(), f'"{LedgerEvent.RESTORED}"'.encode()
+        for offset, raw in self._numbered():
+            if started in raw or restored in raw:
+                fields = _decode(raw) or {}
+                if fields.get("event") == LedgerEvent.STARTED:
+                    restarts.append((offset, 0))
+                elif fields.get("event") == LedgerEvent.RESTORED:
+                    saved = fields.get("offset")
+                    # A file that lost its end is shorter than a checkpoint remembers.
+                    restarts.append((offset, min(offset, saved) if isinstance(saved, int) else 0))
+            end, last = offset + len(raw), raw
+        return end, restarts, last
 
     def _is_void(self, offset: int) -> bool:
         at = bisect_right(self._starts, offset) - 1
@@ -147,24 +222,23 @@ def _time_of(raw: bytes) -> float:
     return float((_decode(raw) or {}).get("time", 0.0))
 
 
-def _scan(path: Path) -> tuple[int, list[tuple[int, int]], tuple[bytes, bytes]]:
-    """Return (bytes of whole lines, restarts, the first and the last line).
+def _first_s(first: bytes) -> float:
+    """Return the time of the first line that was ever written, given the first one that is there."""
+    fields = _decode(first) or {}
+    return float(fields.get("first_s", fields.get("time", 0.0)))
 
-    A restart is (where its line begins, where the history before it ends).
-    """
-    restarts, offset, first, last = [], 0, b"", b""
-    started, restored = f'"{LedgerEvent.STARTED}"'.encode(), f'"{LedgerEvent.RESTORED}"'.encode()
-    for raw in whole_lines(path):
-        if started in raw or restored in raw:
-            fields = _decode(raw) or {}
-            if fields.get("event") == LedgerEvent.STARTED:
-                restarts.append((offset, 0))
-            elif fields.get("event") == LedgerEvent.RESTORED:
-                saved = fields.get("offset")
-                # A file that lost its end is shorter than a checkpoint remembers.
-                restarts.append((offset, min(offset, saved) if isinstance(saved, int) else 0))
-        offset, first, last = offset + len(raw), first or raw, raw
-    return offset, restarts, (first, last)
+
+def _snapshot_of(first: bytes, path: Path) -> dict[str, Any] | None:
+    """Return the fields of a first line that is a snapshot. Raises LedgerError if it is of another format."""
+    fields = _decode(first) if b'"%s"' % LedgerEvent.SNAPSHOT.encode() in first else None
+    if fields is None or fields["event"] != LedgerEvent.SNAPSHOT:
+        return None
+    if fields.get("format") != FORMAT:
+        raise LedgerError(
+            f"{path} begins with a snapshot of format {fields.get('format')}, this version reads format {FORMAT}: "
+            "use the version that wrote it"
+        )
+    return fields
 
 
 def _surviving(restarts: list[tuple[int, int]], end: int) -> tuple[list[int], list[int]]:

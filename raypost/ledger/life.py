@@ -14,9 +14,12 @@ from pathlib import Path
 from typing import Any
 
 from raypost.errors import ConfigError
+from raypost.ledger.closed import CLOSED_FILE, Closed, find_records
 from raypost.ledger.events import ENDS, LedgerEvent
+from raypost.ledger.facts import Names, lines_of, record_of
 from raypost.ledger.journal import JournalReader
-from raypost.ledger.ledger import LEDGER_FILE
+from raypost.ledger.ledger import LEDGER_FILE, Ledger, nearest_of
+from raypost.ledger.summary import ledger_before
 from raypost.types import GroupKey
 
 Fields = dict[str, Any]
@@ -84,6 +87,10 @@ def group_life(run_dir: Path, group: str) -> GroupLife:
     reader = JournalReader(run_dir / LEDGER_FILE)
     number = b'"group": %d' % group_id
     lives: dict[str, GroupLife] = {}
+    for fields in _lines_before(reader, run_dir, group_id):
+        if task in (None, fields["task"]):
+            life = _life_of(lives, run_dir, reader, (fields["task"], group_id))
+            (life.void if reader.is_snapshot_void else life.lines).append(fields)
     for fields, void in reader.lines(lambda raw: number in raw or b'"group"' not in raw, void=True):
         if "group" not in fields:
             if not void and fields["event"] not in (LedgerEvent.STARTED, LedgerEvent.SAVED):
@@ -94,11 +101,8 @@ def group_life(run_dir: Path, group: str) -> GroupLife:
         name = fields.get("task")
         if fields["group"] != group_id or not isinstance(name, str) or task not in (None, name):
             continue
-        if name not in lives:
-            lives[name] = GroupLife(
-                run_dir=run_dir, key=(name, group_id), started_s=reader.first_s, last_s=reader.last_s
-            )
-        (lives[name].void if void else lives[name].lines).append(fields)
+        life = _life_of(lives, run_dir, reader, (name, group_id))
+        (life.void if void else life.lines).append(fields)
     if not lives:
         raise ConfigError(_unknown_group(reader, group, task, group_id))
     if len(lives) > 1:
@@ -106,6 +110,29 @@ def group_life(run_dir: Path, group: str) -> GroupLife:
         raise ConfigError(f"several tasks have a group {group_id}: give one of {named}")
     (life,) = lives.values()
     return life
+
+
+def _life_of(lives: dict[str, GroupLife], run_dir: Path, reader: JournalReader, key: GroupKey) -> GroupLife:
+    """Return the life of the group, a new one if there is none yet."""
+    if key[0] not in lives:
+        lives[key[0]] = GroupLife(run_dir=run_dir, key=key, started_s=reader.first_s, last_s=reader.last_s)
+    return lives[key[0]]
+
+
+def _lines_before(reader: JournalReader, run_dir: Path, group_id: int) -> list[Fields]:
+    """Return what the journal's snapshot, and the records it refers to, have of the groups with this number."""
+    if reader.snapshot is None:
+        return []
+    names, ledger = Names(reader.snapshot["names"]), Ledger()
+    ledger.load_snapshot(reader.snapshot)
+    live = [record_of(key, group, names) for key, group in ledger.living() if key[1] == group_id]
+    try:
+        ended = find_records(run_dir / CLOSED_FILE, Closed(*reader.snapshot["closed"]), group_id)
+    except (OSError, ValueError) as error:
+        if not reader.is_snapshot_void and not live:
+            raise ConfigError(f"the groups that ended cannot be read: {error}") from error
+        ended = []
+    return [line for record in (*ended, *live) for line in lines_of(record, names)]
 
 
 def _parse_group(group: str) -> tuple[str | None, int]:
@@ -119,24 +146,23 @@ def _parse_group(group: str) -> tuple[str | None, int]:
 
 def _unknown_group(reader: JournalReader, group: str, task: str | None, group_id: int) -> str:
     """Say why there is no such group, with the tasks and the nearest groups that exist."""
-    nearest: dict[str, list[int | None]] = {}
+    ledger = ledger_before(reader)
+    nearest = {name: ledger.nearest(name, group_id) for name in ledger.tasks}
     sampled = f'"{LedgerEvent.SAMPLED}"'.encode()
     for fields, _ in reader.lines(lambda raw: sampled in raw):
-        if fields["event"] != LedgerEvent.SAMPLED:
-            continue
-        known = nearest.setdefault(fields["task"], [None, None])
-        at: int = fields["group"]
-        if at < group_id:
-            known[0] = at if known[0] is None else max(known[0], at)
-        else:
-            known[1] = at if known[1] is None else min(known[1], at)
+        if fields["event"] == LedgerEvent.SAMPLED:
+            near = nearest.setdefault(fields["task"], [])
+            near[:] = nearest_of([*near, fields["group"]], group_id)
     if not nearest:
         return f"no group {group!r}: no group was sampled yet"
     if task is not None and task not in nearest:
-        near = difflib.get_close_matches(task, nearest, n=1)
-        hint = f"; did you mean {near[0]}?" if near else ""
+        alike = difflib.get_close_matches(task, nearest, n=1)
+        hint = f"; did you mean {alike[0]}?" if alike else ""
         return f"no task {task!r} in this run, it has {', '.join(sorted(nearest))}{hint}"
+    named = [task] if task is not None else sorted(nearest)
+    if any(ledger.knows((name, group_id)) for name in named):
+        return f"group {group!r} has ended; what became of it is not in {CLOSED_FILE}, which is of another history"
     parts = []
-    for name in [task] if task is not None else sorted(nearest):
-        parts += [f"{name}/{one}" for one in nearest[name] if one is not None]
+    for name in named:
+        parts += [f"{name}/{one}" for one in nearest[name]]
     return f"no group {group!r} was sampled yet; the nearest are {' and '.join(parts)}"

@@ -1,7 +1,7 @@
 """Summary of all groups of a run, length bias included, made from its ledger's journal, also while the run goes on.
 
-The journal is replayed through a Ledger, so that what is counted obeys the rules under which it was written; moves
-that break them are listed as problems.
+The journal's snapshot, and then its lines, are replayed through a Ledger, so that what is counted obeys the rules
+under which it was written; moves that break them are listed as problems.
 
 Invariant: memory is bounded by the groups that have not ended, never by the length of the journal.
 """
@@ -10,61 +10,20 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from raypost.errors import LedgerError
 from raypost.ledger.events import DROPPED, LedgerEvent
+from raypost.ledger.facts import GroupPlace, GroupStats
 from raypost.ledger.journal import JournalReader
-from raypost.ledger.ledger import LEDGER_FILE, GroupPlace, Ledger
+from raypost.ledger.ledger import LEDGER_FILE, REGENERATED, Ledger
 from raypost.types import GroupCounts, GroupKey, Status
 
-REGENERATED = "regenerated"
-"""Kind of groups that grew too old and stayed, to be generated again; such a group ends elsewhere later."""
 MAX_PROBLEMS = 10
 
 Fields = dict[str, Any]
-
-
-@dataclass(slots=True)
-class GroupStats:
-    """Groups of one kind; means are over those of which the journal has the figure, None without any."""
-
-    groups: int = 0
-    tokens_sum: float = 0.0
-    tokens_groups: int = 0
-    staleness_sum: float = 0.0
-    staleness_groups: int = 0
-
-    def add(self, tokens: float | None, staleness: float | None) -> None:
-        """Count one group with the mean response length of its members, and its staleness."""
-        self.groups += 1
-        if tokens is not None:
-            self.tokens_sum += tokens
-            self.tokens_groups += 1
-        if staleness is not None:
-            self.staleness_sum += staleness
-            self.staleness_groups += 1
-
-    @property
-    def tokens_mean(self) -> float | None:
-        """Mean response length."""
-        return self.tokens_sum / self.tokens_groups if self.tokens_groups else None
-
-    @property
-    def staleness_mean(self) -> float | None:
-        """Mean staleness."""
-        return self.staleness_sum / self.staleness_groups if self.staleness_groups else None
-
-    def as_dict(self) -> Fields:
-        """Return plain data."""
-        return {"groups": self.groups, "tokens_mean": self.tokens_mean, "staleness_mean": self.staleness_mean}
-
-    def __iadd__(self, other: GroupStats) -> GroupStats:
-        """Add the groups of another kind."""
-        for name in GroupStats.__slots__:
-            setattr(self, name, getattr(self, name) + getattr(other, name))
-        return self
 
 
 @dataclass(slots=True, kw_only=True, frozen=True)
@@ -156,7 +115,7 @@ class LedgerSummary:
 def ledger_summary(run_dir: Path) -> LedgerSummary:
     """Count all groups of a run. Raises OSError if it has no journal."""
     reader = JournalReader(run_dir / LEDGER_FILE)
-    replay = _Replay()
+    replay = _Replay(ledger_before(reader))
     for fields, _ in reader.lines():
         replay.play(fields)
     problems = replay.problems
@@ -164,52 +123,41 @@ def ledger_summary(run_dir: Path) -> LedgerSummary:
         problems = [*problems, f"{reader.num_damaged} damaged lines of {LEDGER_FILE} were skipped"]
     return LedgerSummary(
         run_dir=run_dir,
-        tasks=replay.tasks(),
+        tasks=_tasks(replay.ledger),
         counts=replay.ledger.believed(),
-        events=replay.events,
+        events=dict(replay.ledger.events),
         problems=problems,
     )
 
 
-@dataclass(slots=True)
-class _Known:
-    """What the journal last said of a group that lives."""
-
-    tokens: float | None = None
-    staleness: float | None = None
-    expired: bool = False
-    continued: bool = False
+def _tasks(ledger: Ledger) -> dict[str, dict[str, GroupStats]]:
+    """Return the statistics by task and kind, of the living too."""
+    found = {task: dict(kinds) for task, kinds in ledger.stats.items()}
+    for key, group in ledger.living():
+        kind = GroupPlace.IN_FLIGHT if group.place is GroupPlace.IN_FLIGHT else GroupPlace.BUFFERED
+        found.setdefault(key[0], {}).setdefault(kind, GroupStats()).add(group)
+    return dict(sorted(found.items()))
 
 
 class _Replay:
     """Replays a journal, line by line, through a ledger."""
 
-    def __init__(self) -> None:
-        self.ledger = Ledger()
-        self.events: dict[str, int] = {}
-        self._ended: dict[str, dict[str, GroupStats]] = {}
-        self._known: dict[GroupKey, _Known] = {}
+    def __init__(self, ledger: Ledger) -> None:
+        self.ledger = ledger
         self._problems: list[str] = []
         self._num_problems = 0
-        self._moves: dict[str, Callable[[GroupKey, Fields], None]] = {
-            LedgerEvent.SAMPLED: self._sampled,
-            LedgerEvent.CONTINUED: self._continued,
-            LedgerEvent.STORED: self._stored,
-            LedgerEvent.LEASED: self._leased,
-            LedgerEvent.TRAINED: self._trained,
-            **dict.fromkeys(DROPPED, self._dropped),
-        }
 
     def play(self, fields: Fields) -> None:
         """Apply one line; a move that the ledger refuses is a problem of the journal, and changes nothing."""
         event = fields["event"]
         try:
-            if event in self._moves:
-                self._moves[event]((fields["task"], fields["group"]), fields)
-                return
-            self.events[event] = self.events.get(event, 0) + 1
-            if event == LedgerEvent.RESTORED:
+            if event in _MOVES:
+                facts = {name: value for name, value in fields.items() if name not in _SAID}
+                _MOVES[event](self.ledger, (fields["task"], fields["group"]), facts)
+            elif event == LedgerEvent.RESTORED:
                 self._restored(fields)
+            else:
+                self.ledger.events[event] += 1
         except (LedgerError, KeyError, TypeError, ValueError) as error:
             self._problem(f"{event}: {error}" if isinstance(error, LedgerError) else f"{event}: {error!r}")
 
@@ -219,78 +167,56 @@ class _Replay:
         more = self._num_problems - len(self._problems)
         return [*self._problems, *([f"and {more} more"] if more else [])]
 
-    def tasks(self) -> dict[str, dict[str, GroupStats]]:
-        """Statistics by task and kind, of the living too."""
-        found = {task: dict(kinds) for task, kinds in self._ended.items()}
-        for key, place in self.ledger.live():
-            kind = GroupPlace.IN_FLIGHT if place is GroupPlace.IN_FLIGHT else GroupPlace.BUFFERED
-            known = self._known.get(key) or _Known()
-            found.setdefault(key[0], {}).setdefault(kind, GroupStats()).add(known.tokens, known.staleness)
-        return dict(sorted(found.items()))
-
     def _problem(self, text: str) -> None:
         self._num_problems += 1
         if len(self._problems) < MAX_PROBLEMS:
             self._problems.append(text)
 
-    def _sampled(self, key: GroupKey, fields: Fields) -> None:
-        self.ledger.sampled(key)
-        self._known[key] = _Known()
-
-    def _continued(self, key: GroupKey, fields: Fields) -> None:
-        self.ledger.continued(key)
-        self._known[key].continued = True
-
-    def _stored(self, key: GroupKey, fields: Fields) -> None:
-        status = Status(fields["status"])
-        self.ledger.stored(key, status)
-        known = self._known[key]
-        again = known.continued and not fields.get("put_back")
-        _learn(known, fields)
-        if status is not Status.EXPIRED:
-            known.expired &= not again
-        elif fields.get("too_old", True):
-            # A group that was put back as it was, or is aged again, did not expire a second time.
-            if again or not known.expired:
-                self._stats(key, REGENERATED).add(known.tokens, known.staleness)
-            known.expired = True
-        known.continued = False
-
-    def _leased(self, key: GroupKey, fields: Fields) -> None:
-        self.ledger.leased([key], fields["step"], [fields["staleness"]])
-        _learn(self._known[key], fields)
-
-    def _trained(self, key: GroupKey, fields: Fields) -> None:
-        # Ends all of the step at once: its other lines change nothing, and may not be written yet.
-        for one in self.ledger.trained(fields["step"]):
-            known = self._known.pop(one)
-            self._stats(one, LedgerEvent.TRAINED).add(known.tokens, known.staleness)
-
-    def _dropped(self, key: GroupKey, fields: Fields) -> None:
-        self.ledger.dropped(key, Status(fields["event"]))
-        known = self._known.pop(key)
-        _learn(known, fields)
-        self._stats(key, fields["event"]).add(known.tokens, known.staleness)
-
     def _restored(self, fields: Fields) -> None:
         """Leases that were open when the checkpoint was saved are back in the buffer."""
-        again = Ledger()
-        again.load_state_dict(self.ledger.state_dict())
-        self.ledger = again
-        played, saved = again.believed().sampled, fields["sampled"]
+        self.ledger.reopen_leases()
+        self.ledger.events[LedgerEvent.RESTORED] += 1
+        played, saved = self.ledger.believed().sampled, fields["sampled"]
         if played != saved:
             self._problem(
                 f"restored: the checkpoint had {saved} groups, the journal before it {played}: "
                 "it is not the journal of that checkpoint"
             )
 
-    def _stats(self, key: GroupKey, kind: str) -> GroupStats:
-        return self._ended.setdefault(key[0], {}).setdefault(kind, GroupStats())
+
+def _stored(ledger: Ledger, key: GroupKey, facts: Fields) -> None:
+    ledger.stored(key, Status(facts.pop("status")), **facts)
 
 
-def _learn(known: _Known, fields: Fields) -> None:
-    """Update a group's figures from a line."""
-    tokens = fields.get("tokens")
-    if isinstance(tokens, list) and tokens:
-        known.tokens = sum(tokens) / len(tokens)
-    known.staleness = fields.get("staleness", known.staleness)
+def _leased(ledger: Ledger, key: GroupKey, facts: Fields) -> None:
+    ledger.leased([key], facts["step"], [facts["staleness"]])
+
+
+def _dropped(reason: Status, ledger: Ledger, key: GroupKey, facts: Fields) -> None:
+    ledger.dropped(key, reason, **facts)
+
+
+def _trained(ledger: Ledger, key: GroupKey, facts: Fields) -> None:
+    # Ends all of the step at once: its other lines change nothing, and may not be written yet.
+    ledger.trained(facts["step"])
+
+
+_MOVES: dict[str, Callable[[Ledger, GroupKey, Fields], None]] = {
+    LedgerEvent.SAMPLED: lambda ledger, key, _: ledger.sampled(key),
+    LedgerEvent.CONTINUED: lambda ledger, key, _: ledger.continued(key),
+    LedgerEvent.STORED: _stored,
+    LedgerEvent.LEASED: _leased,
+    LedgerEvent.TRAINED: _trained,
+    **{end: partial(_dropped, Status(end.value)) for end in DROPPED},
+}
+"""What a line about a group does to a ledger."""
+_SAID = ("time", "event", "task", "group")
+
+
+def ledger_before(reader: JournalReader) -> Ledger:
+    """Return the ledger with which the lines of a journal begin: that of its snapshot, or an empty one."""
+    ledger = Ledger()
+    ledger.events.clear()
+    if reader.snapshot is not None and not reader.is_snapshot_void:
+        ledger.load_snapshot(reader.snapshot)
+    return ledger

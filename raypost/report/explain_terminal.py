@@ -14,8 +14,9 @@ from rich.table import Table
 from rich.text import Text
 
 from raypost.ledger.events import ENDS, LedgerEvent
+from raypost.ledger.ledger import REGENERATED
 from raypost.ledger.life import GroupLife
-from raypost.ledger.summary import REGENERATED, LedgerSummary
+from raypost.ledger.summary import LedgerSummary
 from raypost.report.formatting import (
     GROUP_MEANINGS,
     MISSING,
@@ -174,6 +175,28 @@ def _rewards(rewards: list[float | None]) -> str:
     return f"rewards {each}, mean {mean}"
 
 
+def _compact(figures: Fields) -> str:
+    """Say the figures that a record has of a group (`ledger.facts`)."""
+    parts = [f"on {figures['engine']}"] if "engine" in figures else []
+    if "tokens" in figures:
+        low, mean, high = figures["tokens"]
+        between = f"{low} to {high} tokens, mean {number(mean)}"
+        parts = [
+            f"{figures['responses']} responses of {between}",
+            "versions {} to {}".format(*figures["versions"]),
+            *parts,
+        ]
+    if "rewards" in figures:
+        low, mean, high = figures["rewards"]
+        parts.append(f"rewards {low:g} to {high:g}, mean {number(mean)}")
+    counts = {
+        "aborts": "interrupted",
+        "continued": "continued",
+        "regenerated": "too old, and generated again",
+    }
+    return "; ".join(parts + [f"{said} {figures[name]}x" for name, said in counts.items() if name in figures])
+
+
 _FACTS: dict[str, Callable[[Any], str]] = {
     "tokens": _tokens,
     "versions": _versions,
@@ -181,8 +204,9 @@ _FACTS: dict[str, Callable[[Any], str]] = {
     "rewards": _rewards,
     "finish": lambda counts: "ended by " + ", ".join(f"{reason} {n}x" for reason, n in counts.items()),
     "aborts": lambda count: f"{count} interruptions so far",
+    "compact": _compact,
 }
-"""How each fact of `ledger.group_facts` reads."""
+"""How each fact of `ledger.group_facts` reads, and what a record has instead of them."""
 
 
 # ---------------------------------------------------------------- all groups

@@ -69,11 +69,30 @@ def read_lines(path: Path) -> Iterator[dict[str, Any]]:
     """
     if not path.exists():
         return
-    for number, line in enumerate(whole_lines(path), start=1):
-        try:
-            yield json.loads(line)
-        except ValueError as error:
-            raise ValueError(f"{path} line {number} is no JSON: {error}") from error
+    with open(path, "rb") as file:
+        for number, line in enumerate(whole_lines(file), start=1):
+            try:
+                yield json.loads(line)
+            except ValueError as error:
+                raise ValueError(f"{path} line {number} is no JSON: {error}") from error
+
+
+def read_last_line(path: Path) -> dict[str, Any]:
+    """Return the last whole object of a JSON lines file, without reading those before it; {} if there is none."""
+    if not path.exists():
+        return {}
+    with open(path, "rb") as file:
+        end, size = file.seek(0, os.SEEK_END), _CHUNK
+        while True:
+            start = max(0, end - size)
+            file.seek(start)
+            *lines, _ = file.read(end - start).split(b"\n")
+            if len(lines) > 1 or start == 0:
+                return dict(json.loads(lines[-1])) if lines else {}
+            size *= 2
+
+
+_CHUNK = 1 << 16
 
 
 def plain(item: Mapping[str, Any]) -> dict[str, Any]:

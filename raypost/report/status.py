@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections import deque
 from pathlib import Path
 from typing import Any
 
@@ -42,7 +41,7 @@ def run_figures(run_dir: Path) -> dict[str, Any]:
     Raises ConfigError if the configuration in the folder is not one of this version.
     """
     num_steps = load_config(run_dir / files.CONFIG).train.num_steps
-    last = next(iter(deque(files.read_lines(run_dir / files.METRICS), maxlen=1)), {})
+    last = files.read_last_line(run_dir / files.METRICS)
     figures: dict[str, Any] = {"step": f"{last.get('step', 0)} of {num_steps}"}
     figures |= {name: last[name] for name in STEP_FIGURES if last.get(name) is not None}
     made = run_dir / files.REPORT_JSON

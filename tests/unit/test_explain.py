@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from rich.console import Console
 from typer.testing import CliRunner, Result
@@ -19,9 +19,9 @@ from typer.testing import CliRunner, Result
 from raypost import cli
 from raypost.errors import ConfigError
 from raypost.ledger.events import LedgerEvent
-from raypost.ledger.ledger import LEDGER_FILE, Ledger, group_facts
+from raypost.ledger.ledger import LEDGER_FILE, REGENERATED, Ledger, group_facts
 from raypost.ledger.life import find_run, group_life
-from raypost.ledger.summary import REGENERATED, ledger_summary, length_bias
+from raypost.ledger.summary import ledger_summary, length_bias
 from raypost.report.explain_terminal import ledger_text, life_text
 from raypost.types import GroupKey, Status
 from tests.unit.production import group
@@ -320,14 +320,23 @@ def test_a_journal_that_is_not_the_checkpoints_is_named(tmp_path: Path) -> None:
     assert "it is not the journal of that checkpoint" in ledger_summary(tmp_path).problems[0]
 
 
-@settings(deadline=None, max_examples=60)
-@given(st.integers(0, 2**32), st.integers(10, 120))
+@pytest.mark.parametrize("tail_bytes", [4 << 20, 3000, 400])
+@settings(deadline=None, max_examples=40, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(seed=st.integers(0, 2**32), moves=st.integers(10, 120))
 def test_the_journal_gives_the_ledgers_own_counts_after_any_run(
-    tmp_path_factory: pytest.TempPathFactory, seed: int, moves: int
+    tmp_path_factory: pytest.TempPathFactory,
+    monkeypatch: pytest.MonkeyPatch,
+    tail_bytes: int,
+    seed: int,
+    moves: int,
 ) -> None:
-    """Random legal moves, kills between flushes and restores of any earlier checkpoint."""
+    """Random legal moves, kills between flushes, snapshots and restores of any earlier checkpoint."""
+    monkeypatch.setattr("raypost.ledger.journal.TAIL_BYTES", tail_bytes)
     rng, journal = random.Random(seed), tmp_path_factory.mktemp("run") / LEDGER_FILE
-    ledger, saved, following, step = Ledger(journal), [], 0, 0
+    ledger, following, step = Ledger(journal), 0, 0
+    saved: list[tuple[dict[str, Any], int, int]] = []
+    known: list[int] = []  # checkpoints of this history, the undone ones left out
+    straight = True
     for _ in range(moves):
         live = list(ledger.live())
         act = rng.choice(("sample", "sample", "move", "move", "move", "take", "save", "kill"))
@@ -349,19 +358,34 @@ def test_the_journal_gives_the_ledgers_own_counts_after_any_run(
             ))  # fmt: skip
             ledger.trained(step - rng.randrange(2))
         elif act == "save" and all(place != "in_flight" for _, place in live):
+            known.append(len(saved))
             saved.append((json.loads(json.dumps(ledger.state_dict())), following, step))
         elif act == "kill" and saved and rng.random() < 0.5:
             if rng.random() < 0.5:
                 ledger.flush()
             ledger = Ledger(journal)
-            state, following, step = rng.choice(saved)
+            chosen = rng.randrange(len(saved))
+            straight &= chosen in known
+            known = [one for one in known if one <= chosen]
+            state, following, step = saved[chosen]
             ledger.load_state_dict(state)
+        if rng.random() < 0.2:
+            ledger.flush()
     ledger.flush()
     summary = ledger_summary(journal.parent)
     assert summary.problems == []
     assert summary.counts == ledger.believed()
-    ends = [kinds.get("trained", None) for kinds in summary.tasks.values()]
-    assert sum(stats.groups for stats in ends if stats) == summary.counts.trained
+    assert {task: kinds for task, kinds in ledger.stats.items() if kinds} == {
+        task: kept
+        for task, kinds in summary.tasks.items()
+        if (kept := {kind: stats for kind, stats in kinds.items() if kind not in ("in_flight", "buffered")})
+    }
+    assert summary.events == dict(ledger.events)
+    living = {key for key, _ in ledger.live()}
+    for key in [("ab"[n % 2], n // 2) for n in rng.sample(range(2 * following), min(6, 2 * following))]:
+        if straight and ledger.knows(key):
+            life = group_life(journal.parent, f"{key[0]}/{key[1]}")
+            assert (life.end is None) == (key in living) and life.lines
 
 
 # ---------------------------------------------------------------- length bias
