@@ -8,8 +8,9 @@ call, without checkpoints and evaluations. When production resumes, a request fo
 of all others: the stall is the time from the call of `pause` until that token is back at the driver.
 
 Its last line is one JSON object: median, least and greatest milliseconds of each part of a step (publish lies within
-prepare, load and canary within broadcast, first token within stall); how long engines and
-ranks had nothing to do; how often a group was sent to an agent loop; staleness and mismatch of what was trained.
+prepare, load and canary within broadcast, first token within stall); how long engines and ranks had nothing to do;
+how often a group was sent to an agent loop; groups that grew too old; staleness and mismatch of what was trained; how
+many cores other processes of the machine took.
 """
 
 from __future__ import annotations
@@ -23,13 +24,14 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 os.environ.setdefault("RAY_AUTH_MODE", "disabled")
 os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
 
 import numpy as np
+import psutil
 
 from jobs.arguments import config_of, parser
 from jobs.driver import connect, run
@@ -54,6 +56,22 @@ class Clock:
     def __init__(self) -> None:
         self.steps: list[Parts] = []
         self.trained: list[Mapping[str, float]] = []
+        self.busy: list[tuple[float, float, float]] = []
+        """At each step's begin: the time, CPU seconds of the machine, and those of this process and its descendants."""
+
+    def next_step(self) -> None:
+        """Begin a step."""
+        self.steps.append({})
+        times, own = psutil.cpu_times(), 0.0
+        for process in (psutil.Process(), *psutil.Process().children(recursive=True)):
+            with suppress(psutil.NoSuchProcess):
+                own += sum(process.cpu_times()[:2])
+        self.busy.append((time.perf_counter(), sum(times) - times.idle - times.iowait, own))
+
+    def foreign_cores(self) -> tuple[float, float]:
+        """Return the seconds of the counted steps, and the cores that others took meanwhile."""
+        seconds, all_s, own_s = (b - a for a, b in zip(self.busy[WARM_UP], self.busy[-1], strict=True))
+        return seconds, max(0.0, (all_s - own_s) / seconds)
 
     @contextmanager
     def part(self, name: str) -> Iterator[None]:
@@ -71,7 +89,7 @@ async def loop(cfg: Config, stop: asyncio.Event, clock: Clock) -> None:
         roles.produce()
         step = 0
         while not roles.finished(step):
-            clock.steps.append({})
+            clock.next_step()
             with clock.part("take"):
                 status, batch_ref = await roles.take_batch(step + 1)
             if batch_ref is not None:
@@ -81,9 +99,15 @@ async def loop(cfg: Config, stop: asyncio.Event, clock: Clock) -> None:
                 with clock.part("log"):
                     await roles.producer.acknowledge(step)
                     await roles.log(step, status, trained)
-                clock.trained.append({**trained, "staleness": float(np.mean(status.staleness))})
+                facts = {
+                    "staleness": float(np.mean(status.staleness)),
+                    "groups": status.num_groups,
+                    "expired": status.metrics.expired_groups,
+                }
+                clock.trained.append({**trained, **facts})
             if batch_ref is None or cfg.sync_due(step):
                 await sync(roles, step, clock)
+        clock.next_step()
 
 
 async def sync(roles: Roles, version: int, clock: Clock) -> None:
@@ -119,9 +143,10 @@ async def first_token(roles: Roles, version: int) -> float:
     return time.perf_counter()
 
 
-def summary(cfg: Config, clock: Clock, load: float) -> dict[str, Any]:
+def summary(cfg: Config, clock: Clock) -> dict[str, Any]:
     """Return what was measured."""
     steps, trained = clock.steps[WARM_UP:], clock.trained[WARM_UP:]
+    seconds, foreign = clock.foreign_cores()
     parts = {
         name: [round(of(values), 1) for of in (statistics.median, min, max)]
         for name in dict.fromkeys(part for step in steps for part in step)
@@ -134,13 +159,15 @@ def summary(cfg: Config, clock: Clock, load: float) -> dict[str, Any]:
     return {
         "pause_mode": cfg.sync.pause_mode,
         "ms": parts,
+        "groups_per_s": round(sum(step["groups"] for step in trained) / seconds, 2),
         "rollout_idle": report["rollout_idle_fraction"],
         "trainer_idle": report["trainer_idle_fraction"],
         "dispatches_a_group": 1 + events["continued"] / max(1, events["trained"]),
         "staleness_mean": statistics.mean(step["staleness"] for step in trained),
         "mismatch_max": max(mismatch, default=None),
-        "steps": len(steps),
-        "load_before": load,
+        "expired": sum(step["expired"] for step in trained),
+        "steps": len(trained),
+        "foreign_cores": round(foreign, 2),
     }
 
 
@@ -148,7 +175,7 @@ def main() -> int:
     """Measure one recipe and print it."""
     made = parser(__doc__)
     args = made.parse_args()
-    load, clock, stop = os.getloadavg()[0], Clock(), asyncio.Event()
+    clock, stop = Clock(), asyncio.Event()
     with tempfile.TemporaryDirectory(prefix="rp-") as folder:
         args.runs_dir = args.runs_dir or folder
         args.overrides = ["checkpoint.interval=0", "eval.num_prompts=0", *args.overrides]
@@ -156,7 +183,7 @@ def main() -> int:
         connect(cfg)
         code = run(loop(cfg, stop, clock), stop, "the figures are those of the steps so far")
         if code == 0:
-            print(json.dumps(summary(cfg, clock, load)), flush=True)
+            print(json.dumps(summary(cfg, clock)), flush=True)
     return code
 
 
