@@ -92,8 +92,9 @@ class SyncConfig(ConfigModel):
     """Train steps between weight syncs."""
     pause_mode: PauseMode = "abort"
     """What a sync does to running requests. abort: partial trajectories come back and are continued later. keep:
-    requests freeze in the engine and go on with the new weights; where the sync has a checkpoint or an evaluation they
-    are aborted. wait: requests run to their end first."""
+    requests freeze in the engine and go on with the new weights; they are aborted where the engine is needed for an
+    evaluation or given to the ranks, where a checkpoint is written, and where a task does not continue what a sync
+    interrupts (`max_staleness` 0 or no `enable_partial_rollout`). wait: requests run to their end first."""
     timeout_s: Annotated[float, Field(gt=0)] = 300
     """Longest time that all workers may take to load and acknowledge one version, seconds."""
     canary_tolerance: Annotated[float, Field(gt=0)] | None = 1e-2
@@ -237,12 +238,10 @@ class Config(ConfigModel):
         return step >= self.train.num_steps or (self.eval.interval > 0 and step % self.eval.interval == 0)
 
     def pause_mode(self, step: int, *, stopping: bool = False) -> PauseMode:
-        """Return how production is paused after `step`.
-
-        Nothing may be frozen in an engine while a checkpoint is written or held-out problems are generated.
-        """
-        drains = stopping or self.save_due(step) or self.eval_due(step)
-        return "abort" if drains and self.sync.pause_mode == "keep" else self.sync.pause_mode
+        """Return how production is paused after `step`: "keep" only where what is frozen can stay, and go on."""
+        taken = self.placement == "colocate" or (self.eval_due(step) and self.eval.pool is None)
+        leaves = stopping or self.save_due(step) or taken or not all(t.strategy.continues for t in self.tasks)
+        return "abort" if leaves and self.sync.pause_mode == "keep" else self.sync.pause_mode
 
     @model_validator(mode="after")
     def _parts_agree(self) -> Config:

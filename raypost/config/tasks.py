@@ -100,6 +100,11 @@ class StrategyConfig(ConfigModel):
         """Sync periods, beyond the current one, after which a group is expired."""
         return 0 if self.kind == "sync" else self.max_staleness
 
+    @property
+    def continues(self) -> bool:
+        """Whether a trajectory may have tokens from before and after a sync; nothing of a sync task is cut by one."""
+        return self.kind == "sync" or (self.enable_partial_rollout and self.bound_periods > 0)
+
     def stale_threshold(self, sync_weights_interval: int) -> int:
         """Return the staleness in train steps from which a group is expired."""
         return stale_threshold(self.bound_periods, sync_weights_interval)

@@ -146,11 +146,6 @@ def _colocate_problems(config: Config) -> Iterator[str]:
             f"placement is colocate, where evaluation uses production's engines, but eval.pool is "
             f"{config.eval.pool.name!r}: remove it, or use placement: separate"
         )
-    if config.sync.pause_mode == "keep":
-        yield (
-            "sync.pause_mode is keep, but a colocated engine gives its memory to the ranks at each step and can "
-            "freeze nothing: use abort or wait"
-        )
     if config.device == "cpu":
         return
     if rollout.tensor_parallel_size > 1:

@@ -120,11 +120,6 @@ def _strategy_problems(task: TaskConfig, config: Config) -> Iterator[str]:
             f"tail_batch_max_tries is {strategy.tail_batch_max_tries}, but tail_batch_trigger_size is -1: there is "
             "no tail batch to wait for, and the group would never be finished; use 0 or more"
         )
-    if config.sync.pause_mode == "keep" and strategy.bound_periods == 0:
-        yield (
-            "max_staleness 0 < 1 with sync.pause_mode 'keep': what a sync freezes has "
-            "tokens of the version before, so it expires when it is done; use 1 or pause_mode 'wait'"
-        )
     functions = {
         "strategy.is_valid": strategy.is_valid,
         "strategy.should_continue": strategy.should_continue,

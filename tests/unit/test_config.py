@@ -172,6 +172,26 @@ def test_schedules_always_include_the_last_step() -> None:
     assert [step for step in range(4) if rare.eval_due(step)] == [3]
 
 
+@pytest.mark.parametrize(
+    ("places", "kept"),
+    [
+        ({}, [1, 3, 5]),
+        ({"eval__pool": {"name": "exam"}}, [1, 2, 3, 5]),
+        ({"tasks__0__strategy": {"kind": "sync"}}, [1, 3, 5]),
+        ({"tasks__0__strategy": {"max_staleness": 0}}, []),
+        ({"tasks__0__strategy": {"enable_partial_rollout": False}}, []),
+        ({"placement": "colocate"}, []),
+    ],
+)
+def test_requests_freeze_only_where_they_can_stay_and_go_on(places: dict[str, Any], kept: list[int]) -> None:
+    due = {"eval__interval": 2, "eval__num_prompts": 1, "checkpoint__interval": 4, "train__num_steps": 6}
+    config = make_config(sync__pause_mode="keep", **due, **places)
+    assert [step for step in range(1, 7) if config.pause_mode(step) == "keep"] == kept
+    assert {config.pause_mode(step, stopping=True) for step in range(7)} == {"abort"}
+    gentle = make_config(sync__pause_mode="wait", **due, **places)
+    assert {gentle.pause_mode(step, stopping=stop) for step in range(7) for stop in (True, False)} == {"wait"}
+
+
 def test_evaluation_is_never_due_without_prompts() -> None:
     config = make_config(eval__num_prompts=0, eval__interval=1)
     assert not any(config.eval_due(step) for step in range(5))

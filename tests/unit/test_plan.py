@@ -467,7 +467,6 @@ def colocated(tmp_path: Path, **places: Any) -> Config:
 @pytest.mark.parametrize(
     ("places", "words"),
     [
-        ({"sync__pause_mode": "keep"}, ["pause_mode is keep", "use abort or wait"]),
         ({"rollout__pools": [{"name": "far"}]}, ["rollout.pools has far", "placement: separate"]),
         ({"eval__pool": {"name": "exam"}}, ["eval.pool is 'exam'", "placement: separate"]),
         (
