@@ -13,7 +13,12 @@ from typing import Any
 
 from raypost.config.run import Config
 
-_PLACES: dict[str, Any] = {"name": True, "runs_dir": True, "model": {"cache_dir"}}
+_PLACES: dict[str, Any] = {
+    "name": True,
+    "runs_dir": True,
+    "model": {"cache_dir"},
+    "tasks": {"__all__": {"source": {"index_dir"}}},
+}
 
 
 def run_identity(config: Config) -> dict[str, Any]:

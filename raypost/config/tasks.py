@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
@@ -32,6 +33,9 @@ class SourceConfig(ConfigModel):
     size: Annotated[int, Field(ge=1)] | None = None
     """Problems in one epoch; later epochs repeat them in another order, or in the same order if `dataset` is an
     iterable without a length. null: all, and 100,000 of reasoning-gym, which has no end."""
+    index_dir: Path | None = Path("~/.cache/raypost/index")
+    """Folder that keeps where the rows of jsonl files are, so that files that did not change are read whole once and
+    not at every start. null keeps nothing."""
     num_workers: Annotated[int, Field(ge=0)] = 0
     """Processes that read and tokenise prompts ahead; 0: the producer does so itself when it needs one."""
 

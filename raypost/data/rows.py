@@ -1,7 +1,8 @@
 """Rows at random access, wherever they lie: JSONL and Parquet files, saved Hugging Face datasets, sequences.
 
-Owns reading. Knows nothing of prompts or of the split. Invariants: no file is read into memory whole; rows
-can be sent to another process, which opens the files for itself and refuses those that changed meanwhile.
+Owns reading. Knows nothing of prompts, and of the split only that it is worth keeping. Invariants: no file is read
+into memory whole; rows can be sent to another process, which opens the files for itself and refuses those that changed
+meanwhile.
 """
 
 from __future__ import annotations
@@ -15,9 +16,14 @@ from array import array
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import IO, Any, Protocol
+from typing import IO, Any, NamedTuple, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
 
 from raypost.config import SourceConfig, TaskConfig
+from raypost.data.prompt import HELD_OUT_ONE_IN
+from raypost.data.row_index import RowIndex, Stamps, keep_index, load_index
 from raypost.errors import ConfigError
 
 CACHE_BYTES = 256 * 2**20
@@ -27,6 +33,15 @@ _BATCH = 1024
 """Rows read at once when a whole column is read."""
 
 Row = dict[str, Any]
+
+
+class Split(NamedTuple):
+    """Which rows are trained, found by reading every question."""
+
+    trained: Sequence[int] | NDArray[np.int64]
+    """Numbers of the rows that are not held out."""
+    content: str
+    """Digest of the questions in their order."""
 
 
 class Rows(Protocol):
@@ -49,25 +64,33 @@ class Rows(Protocol):
         """Return where the row stands, for messages."""
         ...
 
+    def known_split(self) -> Split | None:
+        """Return what an earlier reading of the same rows found; None if there was none."""
+        return None
+
+    def keep_split(self, split: Split) -> None:
+        """Keep what a reading of all rows found, for the next start, if the rows can tell that they are the same."""
+        return None
+
 
 class JsonlRows(Rows):
     """Lines of JSONL files, blank ones left out. Keeps 8 bytes a line in memory."""
 
     def __init__(self, task: TaskConfig) -> None:
         """Raise ConfigError if there is no such file, or none can be read, or they hold no line."""
+        source = task.source
         self._files = _Files(task)
         self._open: dict[int, IO[bytes]] = {}
-        self._offsets = array("q")
-        self._starts = [0]
-        for path in self._files.paths:
-            with open(path, "rb") as file:
-                offset = 0
-                for line in file:
-                    if not line.isspace():
-                        self._offsets.append(offset)
-                    offset += len(line)
-            self._starts.append(len(self._offsets))
-        if not self._offsets:
+        self._index_dir = source.index_dir
+        self._read_for = [source.question_field, source.answer_field, source.size, HELD_OUT_ONE_IN]
+        self._split: Split | None = None
+        index = load_index(self._index_dir, self._files.stamps, self._read_for)
+        if index is not None:
+            self._starts, self._offsets = index.starts.tolist(), index.offsets
+            self._split = Split(index.trained, index.content)
+        else:
+            self._starts, self._offsets = _line_offsets(self._files.paths)
+        if not len(self):
             raise ConfigError(f"{self._files} holds 0 prompts: give it at least one line")
 
     def __getstate__(self) -> dict[str, Any]:
@@ -81,7 +104,7 @@ class JsonlRows(Rows):
     def row(self, number: int) -> Row:
         """Return the row; see Rows."""
         file = self._file(bisect.bisect_right(self._starts, number) - 1)
-        file.seek(self._offsets[number])
+        file.seek(int(self._offsets[number]))
         line = file.readline()
         try:
             row = json.loads(line)
@@ -99,13 +122,52 @@ class JsonlRows(Rows):
         path = self._files.paths[bisect.bisect_right(self._starts, number) - 1]
         with open(path, "rb") as file:
             ends = itertools.accumulate(map(len, file))
-            line = 1 + sum(1 for _ in itertools.takewhile(self._offsets[number].__ge__, ends))
+            line = 1 + sum(1 for _ in itertools.takewhile(int(self._offsets[number]).__ge__, ends))
         return f"{path} line {line}"
+
+    def scan(self, *fields: str) -> Iterator[tuple[Any, ...]]:
+        """Yield the fields' values of every row: the files from their beginning to their end."""
+        number = 0
+        for at in range(len(self._files.paths)):
+            with open(self._files.unchanged(at), "rb") as file:
+                for line in file:
+                    if line.isspace():
+                        continue
+                    try:
+                        row = json.loads(str(line, "utf-8"))
+                    except ValueError:
+                        row = None
+                    yield tuple(map((row if isinstance(row, dict) else self.row(number)).get, fields))
+                    number += 1
+
+    def known_split(self) -> Split | None:
+        """Return what an earlier start found in the same files."""
+        return self._split
+
+    def keep_split(self, split: Split) -> None:
+        """Keep it in the folder of the source's index."""
+        trained = np.asarray(split.trained, np.int64)
+        index = RowIndex(np.asarray(self._starts), self._offsets, trained, split.content)
+        keep_index(self._index_dir, self._files.stamps, self._read_for, index)
 
     def _file(self, number: int) -> IO[bytes]:
         if number not in self._open:
             self._open[number] = open(self._files.unchanged(number), "rb")  # noqa: SIM115
         return self._open[number]
+
+
+def _line_offsets(paths: Sequence[Path]) -> tuple[list[int], NDArray[np.int64]]:
+    """Return (number of the first line of every file, and of all lines; where each line begins in its file)."""
+    starts, offsets = [0], array("q")
+    for path in paths:
+        with open(path, "rb") as file:
+            offset = 0
+            for line in file:
+                if not line.isspace():
+                    offsets.append(offset)
+                offset += len(line)
+        starts.append(len(offsets))
+    return starts, np.frombuffer(offsets, np.int64)
 
 
 class ParquetRows(Rows):
@@ -233,11 +295,11 @@ class _Files:
     def __init__(self, task: TaskConfig) -> None:
         dataset = task.source.dataset
         self.paths = _expand(task.name, (dataset,) if isinstance(dataset, str) else dataset)
-        self._stamps = []
+        self.stamps: Stamps = []
         for path in self.paths:
             try:
                 with open(path, "rb"):
-                    self._stamps.append(_stamp(path))
+                    self.stamps.append((str(path.absolute()), *_stamp(path)))
             except OSError as error:
                 raise ConfigError(
                     f"task {task.name!r}: cannot read {path}: {error.strerror}; source.dataset must name readable "
@@ -250,7 +312,7 @@ class _Files:
     def unchanged(self, number: int) -> Path:
         """Return the file's path. Raises ConfigError if the file is not as it was at first."""
         path = self.paths[number]
-        if not path.exists() or _stamp(path) != self._stamps[number]:
+        if not path.exists() or _stamp(path) != self.stamps[number][1:]:
             raise ConfigError(f"{path} changed while the run reads it: keep it as it is, or start a new run")
         return path
 

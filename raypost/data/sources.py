@@ -27,7 +27,7 @@ from raypost.data.prompt import (
     row_prompt,
     unusable,
 )
-from raypost.data.rows import Row, Rows
+from raypost.data.rows import Row, Rows, Split
 from raypost.errors import ConfigError
 
 
@@ -62,24 +62,14 @@ class RowSource:
         """
         self._task = task
         self._rows = rows
-        self._index = array("q")
-        deadline = None if seconds is None else time.monotonic() + seconds
-        source, content, number = task.source, hashlib.blake2b(digest_size=12), 0
-        fields = rows.scan(source.question_field, source.answer_field)
-        for number, (question, answer) in enumerate(itertools.islice(fields, source.size), 1):
-            if not is_usable(question, answer):
-                raise unusable(source, rows.place(number - 1), rows.row(number - 1))
-            digest = question_digest(question)
-            content.update(digest)
-            if not is_held_out_digest(digest):
-                self._index.append(number - 1)
-            if deadline is not None and self._index and time.monotonic() > deadline:
-                break
-        self.identity = f"{source.kind} {content.hexdigest()}"
+        split = rows.known_split() or _split(task, rows, seconds)
+        self._index = split.trained
+        self.identity = f"{task.source.kind} {split.content}"
         """Of the questions and their order, wherever they lie."""
-        if not self._index:
+        if not len(self):
+            read = min(len(rows), task.source.size or len(rows))
             raise ConfigError(
-                f"task {task.name!r}: {source.dataset} has {number} prompts and none left to train on after one "
+                f"task {task.name!r}: {task.source.dataset} has {read} prompts and none left to train on after one "
                 f"in {HELD_OUT_ONE_IN} is held out: give it more"
             )
 
@@ -89,7 +79,26 @@ class RowSource:
 
     def sample(self, index: int) -> Prompt:
         """Return the prompt at `index`."""
-        return _prompt(self._task, self._rows, self._index[index])
+        return _prompt(self._task, self._rows, int(self._index[index]))
+
+
+def _split(task: TaskConfig, rows: Rows, seconds: float | None) -> Split:
+    """Read every question, or as many as possible in `seconds`; keep what was found if it was every one."""
+    trained, source, content = array("q"), task.source, hashlib.blake2b(digest_size=12)
+    deadline = None if seconds is None else time.monotonic() + seconds
+    fields = rows.scan(source.question_field, source.answer_field)
+    for number, (question, answer) in enumerate(itertools.islice(fields, source.size)):
+        if not is_usable(question, answer):
+            raise unusable(source, rows.place(number), rows.row(number))
+        digest = question_digest(question)
+        content.update(digest)
+        if not is_held_out_digest(digest):
+            trained.append(number)
+        if deadline is not None and trained and time.monotonic() > deadline:
+            return Split(trained, content.hexdigest())
+    split = Split(trained, content.hexdigest())
+    rows.keep_split(split)
+    return split
 
 
 class StreamSource:
