@@ -21,7 +21,7 @@ import ray
 
 from actors.remote import RemotePool
 from raypost.buffer.journal import BufferJournal
-from raypost.buffer.replay_buffer import Order, ReplayBuffer
+from raypost.buffer.replay_buffer import ReplayBuffer
 from raypost.errors import CheckpointError
 from raypost.packed import PackedGroups
 from raypost.protocols import Buffer, BufferBounds, BufferCounts, ExpiredGroup, Lease, PutResult, TaskLimits
@@ -40,7 +40,6 @@ class ReplayBufferActor:
         self,
         limits: dict[str, TaskLimits],
         bounds: BufferBounds | None = None,
-        order: Order = "stalest_first",
         folder: str | None = None,
         attempt: str = "",
     ) -> None:
@@ -61,7 +60,7 @@ class ReplayBufferActor:
         # Groups are many, live long and make no cycles: to search them for some takes a tenth of the time.
         gc.freeze()
         gc.set_threshold(GC_ALLOCATIONS)
-        self._buffer = ReplayBuffer(limits, bounds, order, journal)
+        self._buffer = ReplayBuffer(limits, bounds, journal)
 
     def __repr__(self) -> str:
         """Name the actor in logs."""

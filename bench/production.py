@@ -209,7 +209,6 @@ def start(config: Config, model_path: str) -> Actors:
         ReplayBufferActor,
         task_limits(config),
         buffer_bounds(config),
-        config.buffer.order,
         str(config.run_dir / "buffer"),
         uuid.uuid4().hex,
         name="replay-buffer",

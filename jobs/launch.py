@@ -283,7 +283,6 @@ class Launcher:
             ReplayBufferActor,
             task_limits(cfg),
             buffer_bounds(cfg),
-            cfg.buffer.order,
             str((cfg.run_dir / "buffer").resolve()) if cfg.buffer.journal else None,
             uuid.uuid4().hex,
             name="replay-buffer",

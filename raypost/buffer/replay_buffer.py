@@ -18,7 +18,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import lru_cache
 from itertools import islice
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 
@@ -34,8 +34,6 @@ from raypost.packed import PackedGroups, group_statuses, has_status, join_groups
 from raypost.protocols import BufferBounds, BufferCounts, ExpiredGroup, Lease, PutResult, TaskLimits
 from raypost.types import GroupKey, Status
 
-Order = Literal["stalest_first", "fifo"]
-
 FORMAT = 2
 """Of the state in a checkpoint."""
 _STATUSES = tuple(Status)
@@ -48,7 +46,6 @@ class ReplayBuffer:
         self,
         limits: dict[str, TaskLimits],
         bounds: BufferBounds | None = None,
-        order: Order = "stalest_first",
         journal: BufferJournal | None = None,
     ) -> None:
         """Begin with what `journal` holds.
@@ -59,7 +56,7 @@ class ReplayBuffer:
         self._expiry = Expiry(limits)
         self._bounds = bounds or BufferBounds()
         self._journal = journal
-        self.state = BufferState(by_age=order == "stalest_first")
+        self.state = BufferState()
         """Changed by the buffer alone."""
         self.groups = GroupStore()
         """The arrays of the state's groups."""

@@ -54,14 +54,13 @@ class Change(TypedDict, total=False):
 class BufferState:
     """The groups and where each one is: stored, handed out, or leased."""
 
-    def __init__(self, *, by_age: bool = True) -> None:
-        """`by_age` as in StatusIndex."""
-        self._by_age = by_age
+    def __init__(self) -> None:
+        """Begin without groups."""
         self._reset()
 
     def _reset(self) -> None:
         self.groups: dict[GroupKey, StoredGroup] = {}
-        self.index = StatusIndex(by_age=self._by_age)
+        self.index = StatusIndex()
         """All groups by status; derived from the fields below."""
         self.out: dict[GroupKey, int] = {}
         """Groups that are handed out, in order, with their claim."""

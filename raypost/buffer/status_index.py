@@ -49,9 +49,8 @@ class _Bucket:
 class StatusIndex:
     """Groups by task and status. Leased groups stand under ARCHIVED, those that are handed out under INIT."""
 
-    def __init__(self, *, by_age: bool) -> None:
-        """`by_age`: oldest version first, then sequence; else by sequence alone."""
-        self._by_age = by_age
+    def __init__(self) -> None:
+        """Begin without groups."""
         self._buckets: dict[tuple[str, Status], _Bucket] = {}
 
     def add(self, group: StoredGroup, status: Status) -> None:
@@ -90,4 +89,4 @@ class StatusIndex:
         return dict(bucket.last_steps) if bucket else {}
 
     def _rank(self, group: StoredGroup) -> _Rank:
-        return (group.oldest if self._by_age else 0, group.sequence, group.key)
+        return (group.oldest, group.sequence, group.key)

@@ -105,8 +105,6 @@ class SyncConfig(ConfigModel):
 class BufferConfig(ConfigModel):
     """The replay buffer."""
 
-    order: Literal["stalest_first", "fifo"] = "stalest_first"
-    """Which COMPLETED groups a batch takes first: the stalest, or those that were completed first."""
     max_groups: Annotated[int, Field(ge=1)] | None = None
     """Groups in the buffer from which production starts only what the next batch lacks; null: no bound in groups."""
     max_gb: Annotated[float, Field(gt=0)] = 4.0

@@ -19,7 +19,7 @@ import numpy as np
 import pytest
 
 from raypost.buffer.encoding import from_buffer, to_buffers
-from raypost.buffer.replay_buffer import Order, ReplayBuffer
+from raypost.buffer.replay_buffer import ReplayBuffer
 from raypost.checkpoint import CheckpointDir
 from raypost.errors import CheckpointError, ConfigError, LedgerError
 from raypost.packed import PackedGroups, group_statuses, join_groups, pack_groups, split_groups, unpack_groups
@@ -35,11 +35,10 @@ def make(
     retry: bool = False,
     tokens: int | None = None,
     max_tries: int | None = None,
-    order: Order = "stalest_first",
     **bounds: float | None,
 ) -> ReplayBuffer:
     limits = TaskLimits(threshold, tokens, retry, max_tries)
-    return ReplayBuffer({"default": limits, "other": limits}, BufferBounds(**bounds), order)  # type: ignore[arg-type]
+    return ReplayBuffer({"default": limits, "other": limits}, BufferBounds(**bounds))  # type: ignore[arg-type]
 
 
 def pop(buffer: ReplayBuffer, *sources: Status, limit: int = 1, claim: int) -> PackedGroups | None:
@@ -55,13 +54,6 @@ def test_stalest_first_and_first_in_first_out_among_equals() -> None:
     put(buffer, *(group(n, [version]) for n, version in enumerate([4, 2, 3, 2])), train_step=5)
     assert lease_ids(buffer, 5, default=1) == [1]
     assert ids(pop(buffer, COMPLETED, limit=9, claim=1)) == [3, 2, 0]
-
-
-def test_fifo_ignores_age() -> None:
-    buffer = make(order="fifo")
-    put(buffer, *(group(n, [version]) for n, version in enumerate([4, 2, 3, 2])), train_step=5)
-    assert lease_ids(buffer, 5, default=1) == [0]
-    assert ids(pop(buffer, COMPLETED, limit=9, claim=1)) == [1, 2, 3]
 
 
 def test_equal_batches_are_identical_however_their_groups_arrived() -> None:
@@ -91,17 +83,16 @@ def test_second_put_replaces_and_keeps_the_place() -> None:
 
 
 def test_replacing_one_leaves_its_neighbours_where_they_are() -> None:
-    for order in ("stalest_first", "fifo"):
-        buffer = make(order=order)
-        put(buffer, *(group(n, [0]) for n in range(4)))
-        put(buffer, group(2, [0, 0]))
-        put(buffer, group(1, [0], status=ABORTED))
-        assert ids(pop(buffer, COMPLETED, limit=9, claim=1)) == [0, 2, 3]
-        assert ids(pop(buffer, ABORTED, limit=9, claim=2)) == [1]
+    buffer = make()
+    put(buffer, *(group(n, [0]) for n in range(4)))
+    put(buffer, group(2, [0, 0]))
+    put(buffer, group(1, [0], status=ABORTED))
+    assert ids(pop(buffer, COMPLETED, limit=9, claim=1)) == [0, 2, 3]
+    assert ids(pop(buffer, ABORTED, limit=9, claim=2)) == [1]
 
 
 def test_popped_group_that_comes_back_keeps_its_place() -> None:
-    buffer = make(order="fifo")
+    buffer = make()
     put(buffer, group(0, [0], status=ABORTED), group(1, [0]))
     pop(buffer, ABORTED, claim=1)
     put(buffer, group(0, [0, 0]))
@@ -431,12 +422,11 @@ def test_acknowledging_a_step_ends_all_leases_up_to_it() -> None:
 
 
 def test_lease_never_holds_expired_groups_even_unrefreshed() -> None:
-    for order in ("stalest_first", "fifo"):
-        buffer = make(threshold=2, order=order)
-        put(buffer, group(0, [0]))
-        put(buffer, group(1, [1]), train_step=2)
-        assert now(buffer.lease(3, {"default": 2})) is None
-        assert lease_ids(buffer, 3, default=1) == [1]
+    buffer = make(threshold=2)
+    put(buffer, group(0, [0]))
+    put(buffer, group(1, [1]), train_step=2)
+    assert now(buffer.lease(3, {"default": 2})) is None
+    assert lease_ids(buffer, 3, default=1) == [1]
 
 
 def test_repeated_put_of_a_leased_or_trained_group_changes_nothing() -> None:

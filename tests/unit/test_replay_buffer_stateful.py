@@ -49,7 +49,6 @@ class Model:
     """What the buffer must do, one group and one member at a time."""
 
     limits: TaskLimits
-    by_age: bool
     groups: dict[GroupKey, Stored] = field(default_factory=dict)
     trained: set[GroupKey] = field(default_factory=set)
     leases: dict[int, list[GroupKey]] = field(default_factory=dict)
@@ -117,7 +116,7 @@ class Model:
     def stored(self, task: str, status: Status) -> list[GroupKey]:
         def order(key: GroupKey) -> tuple[int, int]:
             versions = [v for s in self.groups[key].group.states if (v := oldest_version(s)) is not None]
-            return (min(versions, default=10**9) if self.by_age else 0, self.groups[key].sequence)
+            return (min(versions, default=10**9), self.groups[key].sequence)
 
         there = (k for k, s in self.groups.items() if s.place == "stored" and s.status is status)
         return sorted((key for key in there if key[0] == task), key=order)
@@ -142,14 +141,11 @@ class BufferMachine(RuleBasedStateMachine):
         tokens=st.none() | st.integers(1, 2),
         retry=st.booleans(),
         max_tries=st.none() | st.integers(1, 2),
-        order=st.sampled_from(["stalest_first", "fifo"]),
     )
-    def begin(
-        self, threshold: int, tokens: int | None, retry: bool, max_tries: int | None, order: Any
-    ) -> None:
+    def begin(self, threshold: int, tokens: int | None, retry: bool, max_tries: int | None) -> None:
         limits = TaskLimits(threshold, tokens, retry, max_tries if retry else None)
-        self.limits, self.order = dict.fromkeys(TASKS, limits), order
-        self.model = Model(limits, by_age=order == "stalest_first")
+        self.limits = dict.fromkeys(TASKS, limits)
+        self.model = Model(limits)
         self.start("0")
 
     def start(self, attempt: str) -> None:
@@ -159,7 +155,7 @@ class BufferMachine(RuleBasedStateMachine):
             self.folder, attempt, file_bytes=3000, garbage_bytes=3000, log_bytes=2000
         )
         bounds = BufferBounds(max_groups=MAX_GROUPS, low_water=0.5)
-        self.buffer = ReplayBuffer(self.limits, bounds, self.order, self.journal)
+        self.buffer = ReplayBuffer(self.limits, bounds, self.journal)
         self.before = None
 
     def teardown(self) -> None:
@@ -372,7 +368,7 @@ class BufferMachine(RuleBasedStateMachine):
         self.journal.close()
         self.start(str(int(self.attempt) + 1))
         if fresh:
-            self.model = Model(self.model.limits, self.model.by_age, sequence=0)
+            self.model = Model(self.model.limits, sequence=0)
             self.following, self.step = 0, 1
             return
         for _ in range(2):
