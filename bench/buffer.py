@@ -111,7 +111,6 @@ class Raypost(Subject):
             MeasuredBuffer,
             {"default": TaskLimits(None)},
             BufferBounds(max_bytes=4 << 30),
-            "stalest_first",
             self.folder,
             uuid.uuid4().hex,
             name=f"buffer-{uuid.uuid4().hex}",

@@ -60,9 +60,7 @@ class Caller:
 async def buffer(name: str, folder: Path | None, attempt: str = "a", **options: Any) -> AsyncIterator[Caller]:
     limits = {"default": TaskLimits(None, retry=True)}
     where = None if folder is None else str(folder)
-    handle = spawn(
-        KillableBuffer, limits, BufferBounds(), "stalest_first", where, attempt, name=name, **options
-    )
+    handle = spawn(KillableBuffer, limits, BufferBounds(), where, attempt, name=name, **options)
     try:
         yield Caller(handle)
     finally:
