@@ -2,6 +2,10 @@ r"""Groups a second through the replay buffer's actor, against other queues and 
 
     python -m bench.buffer --groups 1000 20000
 
+Subjects take turns, five rounds or more; of each the median is printed with the lowest and the highest, and as ratio
+the median of the rounds' own ratios. The last line is one JSON object, with the cores that other processes of the
+machine took meanwhile.
+
 Four producer actors put batches of 32 groups (8 responses of 512 token ids with logprobs: 33 KB) while the driver
 takes them in batches of 512 (`--take`), until every group has been taken; at most 2,048 are on their way. Ours
 does it with its journal on and a lease that is acknowledged for every batch, and its groups carry prompts,
@@ -21,6 +25,8 @@ import argparse
 import contextlib
 import dataclasses
 import importlib.util
+import json
+import math
 import os
 import shutil
 import statistics
@@ -127,14 +133,15 @@ class Raypost(Subject):
         assert all(one.stored for one in results)
 
     def take(self, limit: int) -> int:
-        lease = ray.get(self.actor.lease.remote(self.step, {"default": limit}))
+        # As the driver of a job: the batch is fetched by who uses it, here and now.
+        lease, batch = ray.get(self.actor.lease.remote(self.step, {"default": limit}))
         if lease is None:
             return 0
-        assert lease.batch.columns[1][-1] == 7
+        assert batch.response_ids[-1] == 7
         # Trained: its lease ends while the next one is asked for.
         self.actor.acknowledge.remote(self.step)
         self.step += 1
-        return int(lease.batch.num_groups)
+        return int(batch.num_groups)
 
     def memory(self) -> int:
         return int(ray.get(self.actor.memory.remote()))
@@ -327,12 +334,14 @@ def measure(subject: Subject, num_groups: int, take: int) -> dict[str, float]:
         ray.get([one.ready.remote() for one in producers])
         stream(subject, producers, 0, WARM_UP_GROUPS, take)
         driver, held = private_bytes(), subject.memory()
-        begin, used = time.perf_counter(), cpu_seconds()
+        begin, used, busy = time.perf_counter(), cpu_seconds(), busy_seconds()
         stream(subject, producers, WARM_UP_GROUPS, num_groups, take)
         seconds = time.perf_counter() - begin
+        own, all_of_it = cpu_seconds() - used, busy_seconds() - busy
         return {
             "groups_per_s": num_groups / seconds,
-            "cpu_us": (cpu_seconds() - used) / num_groups * 1e6,
+            "cpu_us": own / num_groups * 1e6,
+            "foreign_cores": max(0.0, all_of_it - own) / seconds,
             "driver_mb": (private_bytes() - driver) / 2**20,
             "held_mb": held / 2**20,
             "held_growth_mb": (subject.memory() - held) / 2**20,
@@ -374,6 +383,12 @@ def cpu_seconds() -> float:
     return total
 
 
+def busy_seconds() -> float:
+    """CPU time of the whole machine."""
+    times = psutil.cpu_times()
+    return float(sum(times) - times.idle - times.iowait - times.guest - times.guest_nice)
+
+
 def private_bytes() -> int:
     """Memory of this process that is its own: pages of the object store belong to all."""
     return int(psutil.Process().memory_full_info().uss)
@@ -385,7 +400,7 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--groups", type=int, nargs="+", default=[1000, 20_000])
-    parser.add_argument("--repeat", type=int, default=3, help="runs of each; the median is printed")
+    parser.add_argument("--rounds", type=int, default=5, help="runs of each, in turn")
     parser.add_argument("--take", type=int, default=512, help="groups taken at once")
     parser.add_argument("--only", nargs="*", default=None, help="words of the subjects to measure")
     args = parser.parse_args()
@@ -399,15 +414,15 @@ def main() -> None:
         log_to_driver=False,
     )
     try:
-        for num_groups in args.groups:
-            table(num_groups, args)
+        found = {num_groups: table(num_groups, args) for num_groups in args.groups}
     finally:
         ray.shutdown()
         shutil.rmtree(folder, ignore_errors=True)
+    print(json.dumps({"bench": "buffer", "rounds": args.rounds, "take": args.take, "groups": found}))
 
 
-def table(num_groups: int, args: argparse.Namespace) -> None:
-    """Print one table: every subject at one number of groups.
+def table(num_groups: int, args: argparse.Namespace) -> dict[str, Any]:
+    """Measure every subject at one number of groups, print them as a table and return them as plain data.
 
     They take turns, so that what else the machine does falls on all of them.
     """
@@ -417,35 +432,61 @@ def table(num_groups: int, args: argparse.Namespace) -> None:
         one.name: [need for need in one.needs if importlib.util.find_spec(need) is None] for one in chosen
     }
     runs: dict[str, list[dict[str, float]]] = {one.name: [] for one in chosen}
-    for _ in range(args.repeat):
+    for _ in range(args.rounds):
         for one in chosen:
             if not lacks[one.name]:
                 runs[one.name].append(measure(one, num_groups, args.take))
     print(
         f"\n{num_groups} groups of 33 KB, {NUM_PRODUCERS} producers, put by {PUT_GROUPS}, taken by {args.take}, "
-        f"{args.repeat} runs each"
+        f"{args.rounds} rounds"
     )
-    names = ("groups/s", "(lowest, highest)", "raypost is", "CPU/group", "driver grew", "buffer grew")
+    names = (
+        "groups/s",
+        "(lowest, highest)",
+        "raypost is",
+        "(from, to)",
+        "CPU/group",
+        "driver grew",
+        "buffer grew",
+    )
     print(" " * 34 + "".join(f"{name:>{width}}" for name, width in zip(names, _WIDTHS, strict=True)))
-    ours = 0.0
-    for name, found in runs.items():
+    found: dict[str, Any] = {}
+    ours = [run["groups_per_s"] for run in runs.get(Raypost.name, ())]
+    for name, each in runs.items():
         if lacks[name]:
             print(f"{name:34} skipped: {', '.join(lacks[name])} not installed (see --help)")
             continue
-        rates = [run["groups_per_s"] for run in found]
-        rate = statistics.median(rates)
-        ours = ours or rate
-        cpu = statistics.median(run["cpu_us"] for run in found)
-        driver, held = (max(run[key] for run in found) for key in ("driver_mb", "held_growth_mb"))
-        grew = f"{held:+.0f} MB" if found[0]["held_mb"] else ""
-        spread = f"({min(rates):.0f}, {max(rates):.0f})"
+        figures = found[name] = _figures(each, ours)
+        (rate, low, high), (ratio, least, most) = figures["groups_per_s"], figures["raypost_is"]
+        grew = f"{figures['held_growth_mb']:+.0f} MB" if each[0]["held_mb"] else ""
         print(
-            f"{name:34}{rate:9.0f}{spread:>19}{ours / rate:11.2f}x{cpu:8.0f} us{driver:+10.0f} MB{grew:>13}",
+            f"{name:34}{rate:9.0f}{f'({low:.0f}, {high:.0f})':>19}{ratio:11.2f}x{f'({least:.2f}, {most:.2f})':>15}"
+            f"{figures['cpu_us']:8.0f} us{figures['driver_mb']:+10.0f} MB{grew:>13}",
             flush=True,
         )
+    foreign = _spread([run["foreign_cores"] for each in runs.values() for run in each])
+    print("other processes took {:.2f} cores ({:.2f} to {:.2f})".format(*foreign))
+    return {"subjects": found, "foreign_cores": foreign}
 
 
-_WIDTHS = (9, 19, 12, 11, 13, 13)
+def _figures(runs: list[dict[str, float]], ours: list[float]) -> dict[str, Any]:
+    """Return what the rounds of one subject came to, and how many times as fast `ours` were in the same rounds."""
+    rates = [run["groups_per_s"] for run in runs]
+    return {
+        "groups_per_s": _spread(rates),
+        "raypost_is": _spread([our / rate for our, rate in zip(ours, rates, strict=False)] or [math.nan]),
+        "cpu_us": statistics.median(run["cpu_us"] for run in runs),
+        "driver_mb": max(run["driver_mb"] for run in runs),
+        "held_growth_mb": max(run["held_growth_mb"] for run in runs),
+    }
+
+
+def _spread(values: list[float]) -> list[float]:
+    """Return the median, the lowest and the highest."""
+    return [round(one, 3) for one in (statistics.median(values), min(values), max(values))]
+
+
+_WIDTHS = (9, 19, 12, 15, 11, 13, 13)
 
 
 if __name__ == "__main__":

@@ -4,8 +4,8 @@ Owns the head process, its temp folder and its token, from start to the last pro
 what connects to it: whoever started a driver ends it first, or it is ended here with the rest.
 
 Invariants
-- Nothing finds another cluster, and no other cluster is found: the user's RAY_* variables are dropped,
-  and `env()` pins address, token and mode for children.
+- Nothing finds another cluster, and no other cluster is found: of the user's RAY_* variables the settings of Ray's
+  processes alone are passed on, and `env()` pins address, token and mode for children.
 - Ray picks its own ports, so two clusters may start in the same moment; addresses are read back.
 - Only processes that carry this cluster's marker in their environment, or descend from its head, are
   ended.
@@ -41,6 +41,10 @@ from raypost.errors import RaypostError
 MARKER = "RAYPOST_PRIVATE_CLUSTER"
 SOCKET_PATH_LIMIT = 103
 """Bytes of a unix socket's path that every platform allows."""
+SETTING = re.compile(r"RAY_(?!.*(auth|redis|gcs_storage|external_storage))[a-z]\w*")
+"""Settings of Ray's own processes, such as RAY_worker_niceness and RAY_health_check_period_ms, are in lower case.
+Addresses, tokens and the state of a session are in capitals; who may call a cluster, and where it keeps its state, are
+settings that belong to one cluster."""
 _SOCKET_TAIL = len("/r/session_2000-01-01_00-00-00_000000_0000000/sockets/plasma_store.sock")
 _PORT_RANGE = (20_000, 30_000)
 _TICK_S = 0.05
@@ -119,7 +123,11 @@ class PrivateCluster:
     def env(self) -> dict[str, str]:
         """Return the environment for a child that shall use this cluster and no other."""
         assert self._folder is not None, "the cluster was not started"
-        env = {key: value for key, value in os.environ.items() if not key.startswith("RAY_")}
+        env = {
+            key: value
+            for key, value in os.environ.items()
+            if not key.startswith("RAY_") or SETTING.fullmatch(key)
+        }
         env |= {
             MARKER: self._id,
             "RAY_AUTH_MODE": "token" if self.auth else "disabled",

@@ -31,7 +31,7 @@ from raypost.ledger.events import LedgerEvent
 
 FORMAT = 1
 """Of snapshots."""
-TAIL_BYTES = 4 << 20
+TAIL_BYTES = 2 << 20
 """So many bytes of lines stand without a snapshot."""
 FLUSH_LINES = 4096
 """Lines kept in memory at most."""

@@ -26,7 +26,8 @@ import json, os, ray
 ray.init(log_to_driver=False, logging_level="ERROR")
 raylet = ray.get(ray.remote(lambda: os.getppid()).remote())
 address = ray.get_runtime_context().gcs_address
-print(json.dumps({"address": address, "raylet": raylet, **ray.cluster_resources()}))
+nice = ray.get(ray.remote(lambda: os.nice(0)).remote())
+print(json.dumps({"address": address, "raylet": raylet, "nice": nice, **ray.cluster_resources()}))
 """
 
 # Starts a cluster and then waits to be ended; prints its folder and the pids.
@@ -64,7 +65,38 @@ def assert_refused_without_the_token(cluster: PrivateCluster) -> None:
     assert "auth" in done.stderr.lower()
 
 
-def test_two_clusters_started_at_once_are_separate_ask_for_their_token_and_leave_nothing() -> None:
+def test_settings_of_ray_are_passed_on_and_nothing_that_belongs_to_another_cluster(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    passed = {"RAY_worker_niceness": "3", "RAY_health_check_period_ms": "500", "NOT_RAYS": "x"}
+    dropped = (
+        *(
+            "RAY_ADDRESS",
+            "RAY_AUTH_TOKEN",
+            "RAY_JOB_ID",
+            "RAY_RAYLET_PID",
+            "RAY_NODE_ID",
+            "RAY_worker_NICENESS-",
+        ),
+        *(
+            "RAY_enable_cluster_auth",
+            "RAY_external_storage_namespace",
+            "RAY_gcs_storage_path",
+            "RAY_redis_db_retries",
+        ),
+    )
+    for name, value in (passed | dict.fromkeys(dropped, "another's")).items():
+        monkeypatch.setenv(name, value)
+    cluster = PrivateCluster(num_cpus=1)
+    monkeypatch.setattr(cluster, "_folder", tmp_path)
+    env = cluster.env()
+    assert passed.items() <= env.items() and not env.keys() & set(dropped)
+
+
+def test_two_clusters_started_at_once_are_separate_ask_for_their_token_and_leave_nothing(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("RAY_worker_niceness", "7")  # as a user of `make run` does
     clusters = [PrivateCluster(num_cpus=count, object_store_memory=SMALL) for count in (1, 3)]
     threads = [threading.Thread(target=cluster.__enter__) for cluster in clusters]
     try:
@@ -75,7 +107,8 @@ def test_two_clusters_started_at_once_are_separate_ask_for_their_token_and_leave
         first, second = clusters
         assert first.address != second.address
         assert not set(first.pids) & set(second.pids)
-        assert [drive(cluster)["CPU"] for cluster in clusters] == [1.0, 3.0]
+        found = [drive(cluster) for cluster in clusters]
+        assert [(one["CPU"], one["nice"]) for one in found] == [(1.0, 7), (3.0, 7)]
         assert_refused_without_the_token(first)
         folders = [cluster.logs_dir.parents[2] for cluster in clusters]
     finally:
