@@ -11,10 +11,11 @@ from __future__ import annotations
 
 import asyncio
 import collections
+import contextlib
 import logging
 import os
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import psutil
@@ -31,7 +32,9 @@ log = logging.getLogger(__name__)
 
 POLL_S = 2.0
 SAMPLE_S = 5.0
-"""Between two looks at the memory, which cost a millisecond or two a process."""
+"""Between two looks at the memory."""
+GROWTH = 1.02
+"""Of the memory roughly, from which it is measured again."""
 DEADLINE_S = 5.0
 METHODS = ("drain_spans", "stats", "counts")
 """What is asked of every source that has it."""
@@ -67,7 +70,7 @@ class Telemetry:
         self._tokens_generated = 0
         self._counts: GroupCounts | None = None
         self._unreachable: collections.Counter[str] = collections.Counter()
-        self._peak_bytes = 0
+        self._memory = MemoryWatch()
         self._sampled_s = 0.0
         self._report: dict[str, Any] | None = None
         self._polling = asyncio.get_running_loop().create_task(self._poll_for_ever(), name="telemetry poll")
@@ -147,12 +150,12 @@ class Telemetry:
 
     async def _sample(self) -> None:
         """Look at the memory, and write down what a report needs if this process is killed now."""
-        self._peak_bytes = max(self._peak_bytes, await asyncio.to_thread(memory_bytes))
-        self._gauges.set(peak_memory_bytes=self._peak_bytes)
+        await asyncio.to_thread(self._memory.look)
+        self._gauges.set(peak_memory_bytes=self._memory.peak_bytes)
         if self._counts is not None:
             self._writer.write_counts(self._counts)
             self._counts = None
-        self._writer.write_usage(self._peak_bytes, self._tokens_generated or None, self._unreachable)
+        self._writer.write_usage(self._memory.peak_bytes, self._tokens_generated or None, self._unreachable)
 
     def _take(self, method: str, answer: Any) -> None:
         if method == "drain_spans":
@@ -238,22 +241,39 @@ class _Gauges:
         self.set(requests_running=running)
 
 
-def memory_bytes() -> int:
-    """Return the memory of this Ray node's processes and of what they started.
+class MemoryWatch:
+    """The most memory that this Ray node's processes had together, and what they started.
 
-    The sum of their proportional set sizes (pages that several share are counted once), or of their resident sizes
-    where the system has no such; 0 if it cannot be read.
+    To measure it costs milliseconds a process, because the system looks at every page. So a rough figure, which costs
+    microseconds, says whether there may be a new peak: nothing is measured until it has grown by GROWTH.
     """
+
+    def __init__(self) -> None:
+        """Know nothing yet."""
+        self.peak_bytes = 0
+        """0 if it cannot be read."""
+        self._rough_bytes = 0
+
+    def look(self) -> None:
+        """Measure the memory if it is likely to be more than ever before."""
+        processes = node_processes()
+        rough = rough_bytes(processes)
+        if rough > GROWTH * self._rough_bytes:
+            self._rough_bytes = rough
+            self.peak_bytes = max(self.peak_bytes, sum(map(memory_of, processes)))
+
+
+def node_processes() -> list[psutil.Process]:
+    """Return the processes of this Ray node and what they started; none if they cannot be listed."""
     try:
         raylet = psutil.Process(os.getppid())
         above = raylet.parent()
         # A head that stays in front, or a driver that started Ray itself, is the root of everything; a
         # raylet on its own hangs below the system's first process, which also owns what is not ours.
         root = above if above is not None and above.pid > 1 and _is_python(above) else raylet
-        processes = [root, *root.children(recursive=True)]
+        return [root, *root.children(recursive=True)]
     except psutil.Error:
-        return 0
-    return sum(_memory_of(process) for process in processes)
+        return []
 
 
 def _is_python(process: psutil.Process) -> bool:
@@ -261,7 +281,22 @@ def _is_python(process: psutil.Process) -> bool:
     return bool(command) and "python" in os.path.basename(command[0])
 
 
-def _memory_of(process: psutil.Process) -> int:
+def rough_bytes(processes: Iterable[psutil.Process]) -> int:
+    """Return what is resident and each process's own, and the most that one shares: the object store, libraries."""
+    own = most_shared = 0
+    for process in processes:
+        with contextlib.suppress(psutil.Error, AttributeError):
+            info = process.memory_info()
+            own += info.rss - info.shared
+            most_shared = max(most_shared, info.shared)
+    return own + most_shared
+
+
+def memory_of(process: psutil.Process) -> int:
+    """Return a process's proportional set size, in which pages that several share are counted once among them.
+
+    Its resident size where the system has no such, 0 if it is gone.
+    """
     try:
         return int(process.memory_full_info().pss)
     except psutil.AccessDenied:

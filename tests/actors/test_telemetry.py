@@ -6,13 +6,17 @@ import asyncio
 import json
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
+import psutil
 import pytest
 import ray
 from ray.actor import ActorHandle
 
-from actors.telemetry import Telemetry
+from actors import telemetry
+from actors.telemetry import MemoryWatch, Telemetry, memory_of, rough_bytes
 from raypost.config import Config
 from raypost.report import files
 from raypost.spans import SpanLog
@@ -91,14 +95,14 @@ def config(tmp_path: Path) -> Config:
 @pytest.mark.usefixtures("local_ray")
 def test_a_run_is_recorded_and_its_report_returned(config: Config) -> None:
     worker = source("rollout-worker-0")
-    telemetry = make(config, {"rollout": worker, "silent": ray.remote(Silent).options(num_cpus=0).remote()})
+    recorder = make(config, {"rollout": worker, "silent": ray.remote(Silent).options(num_cpus=0).remote()})
     get(worker.add.remote(7))
-    get(telemetry.log_eval.remote(0, {"held_out": 0.2}))
-    get(telemetry.log_sync.remote(run.sync_report(0)))
+    get(recorder.log_eval.remote(0, {"held_out": 0.2}))
+    get(recorder.log_sync.remote(run.sync_report(0)))
     for step in (1, 2):
-        get(telemetry.log.remote(step, run.metrics(step)))
-    get(telemetry.log_eval.remote(2, {"held_out": 0.5}))
-    report = get(telemetry.finish.remote("finished", None, GroupCounts(sampled=32, trained=32)))
+        get(recorder.log.remote(step, run.metrics(step)))
+    get(recorder.log_eval.remote(2, {"held_out": 0.5}))
+    report = get(recorder.finish.remote("finished", None, GroupCounts(sampled=32, trained=32)))
     assert (report["status"], report["steps"]) == ("finished", 2)
     assert (report["eval_before"], report["eval_after"]) == (0.2, 0.5)
     assert report["groups"]["trained"] == 32 and report["groups"]["lost"] == 0
@@ -108,7 +112,7 @@ def test_a_run_is_recorded_and_its_report_returned(config: Config) -> None:
     assert report["problems"] == []
     assert len(recorded_spans(config)) == 7
     assert (config.run_dir / files.REPORT_HTML).exists()
-    again = get(telemetry.finish.remote("failed", "asked twice", None))
+    again = get(recorder.finish.remote("failed", "asked twice", None))
     assert again == report == json.loads((config.run_dir / files.REPORT_JSON).read_text())
 
 
@@ -117,17 +121,17 @@ def test_a_slow_actor_delays_nobody_and_none_of_its_spans_is_lost_or_written_twi
     slow, fast = source("slow"), source("fast")
     get(slow.set_delay.remote(5.0))
     get(slow.add.remote(5))
-    telemetry = make(config, {"slow": slow, "fast": fast}, deadline_s=0.2)
+    recorder = make(config, {"slow": slow, "fast": fast}, deadline_s=0.2)
     get(fast.add.remote(3))
     start = time.monotonic()
-    get(telemetry.log.remote(1, {"loss": 0.1}))
+    get(recorder.log.remote(1, {"loss": 0.1}))
     assert time.monotonic() - start < 4.0
     deadline = time.monotonic() + 60
     while len(recorded_spans(config)) < 8 and time.monotonic() < deadline:
         time.sleep(0.1)
     get(slow.set_delay.remote(0.0))
     assert recorded_usage(config)["unreachable"].keys() == {"slow"}
-    get(telemetry.finish.remote("finished", None, None))
+    get(recorder.finish.remote("finished", None, None))
     actors = sorted(span["actor"] for span in recorded_spans(config))
     assert actors == ["fast"] * 3 + ["slow"] * 5
 
@@ -136,8 +140,8 @@ def test_a_slow_actor_delays_nobody_and_none_of_its_spans_is_lost_or_written_twi
 def test_a_dead_actor_is_counted_by_name_and_the_report_is_written(config: Config) -> None:
     dead, alive = source("dead"), source("alive")
     get(dead.counts.remote())
-    telemetry = make(config, {"dead": dead, "alive": alive})
-    get(telemetry.log.remote(1, {}))
+    recorder = make(config, {"dead": dead, "alive": alive})
+    get(recorder.log.remote(1, {}))
     ray.kill(dead)
     get(alive.add.remote(2))
     deadline = time.monotonic() + 20
@@ -147,7 +151,7 @@ def test_a_dead_actor_is_counted_by_name_and_the_report_is_written(config: Confi
             break
         time.sleep(0.1)
     assert usage["unreachable"].keys() == {"dead"}
-    report = get(telemetry.finish.remote("failed", "a rank died", None))
+    report = get(recorder.finish.remote("failed", "a rank died", None))
     assert report["groups"]["sampled"] == 12, "the last counts seen stand"
     assert any("dead" in problem for problem in report["problems"])
 
@@ -155,7 +159,7 @@ def test_a_dead_actor_is_counted_by_name_and_the_report_is_written(config: Confi
 @pytest.mark.usefixtures("local_ray")
 def test_tokens_of_a_restarted_worker_are_added_and_not_taken_back(config: Config) -> None:
     worker = source("rollout-worker-0")
-    telemetry = make(config, {"rollout": worker})
+    recorder = make(config, {"rollout": worker})
     for tokens, total in ((100, 100), (250, 250), (30, 280)):
         get(worker.set_tokens.remote(tokens))
         deadline = time.monotonic() + 10
@@ -165,7 +169,7 @@ def test_tokens_of_a_restarted_worker_are_added_and_not_taken_back(config: Confi
                 break
             time.sleep(0.05)
         assert usage["tokens_generated"] == total
-    ray.kill(telemetry)
+    ray.kill(recorder)
 
 
 @pytest.mark.usefixtures("local_ray")
@@ -174,13 +178,58 @@ def test_what_stops_the_watching_is_raised_to_whoever_logs_next(config: Config) 
         async def drain_spans(self) -> int:
             return 3
 
-    telemetry = make(config, {"broken": ray.remote(Broken).options(num_cpus=0).remote()})
+    recorder = make(config, {"broken": ray.remote(Broken).options(num_cpus=0).remote()})
     deadline = time.monotonic() + 10
     with pytest.raises(TypeError):
         while time.monotonic() < deadline:
-            get(telemetry.log.remote(1, {}))
+            get(recorder.log.remote(1, {}))
             time.sleep(0.05)
-    ray.kill(telemetry)
+    ray.kill(recorder)
+
+
+def test_memory_is_measured_when_it_may_be_more_than_ever_and_not_otherwise(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    class Process:
+        def __init__(self, own: int, shared: int) -> None:
+            self.own, self.shared, self.measured = own, shared, 0
+
+        def memory_info(self) -> SimpleNamespace:
+            return SimpleNamespace(rss=self.own + self.shared, shared=self.shared)
+
+        def memory_full_info(self) -> SimpleNamespace:
+            self.measured += 1
+            return SimpleNamespace(pss=self.own + self.shared // 2)
+
+    class Ended:
+        def memory_info(self) -> SimpleNamespace:
+            raise psutil.NoSuchProcess(1)
+
+        memory_full_info = memory_info
+
+    worker, store = Process(1000, 200), Process(500, 200)
+    monkeypatch.setattr(telemetry, "node_processes", lambda: [worker, store, Ended()])
+    watch = MemoryWatch()
+    for own, shared, measured, peak in (
+        (1000, 200, 1, 1700),
+        (1010, 200, 1, 1700),  # not enough to matter
+        (1500, 200, 2, 2200),
+        (300, 200, 2, 2200),
+        (1500, 800, 3, 2800),  # the object store grew, which is nobody's own
+        (1500, 800, 3, 2800),
+    ):
+        worker.own, worker.shared, store.shared = own, shared, shared
+        watch.look()
+        assert (worker.measured, watch.peak_bytes) == (measured, peak)
+
+
+def test_the_rough_figure_follows_this_process_and_its_measure_is_near_the_systems() -> None:
+    me = psutil.Process()
+    before = rough_bytes([me])
+    block = np.ones(200 << 20, np.uint8)
+    grown = rough_bytes([me]) - before
+    assert 0.9 * block.nbytes < grown < 1.5 * block.nbytes
+    assert 0.3 * me.memory_info().rss < memory_of(me) <= 1.05 * me.memory_info().rss
 
 
 def test_the_name_in_the_dashboard_is_the_role() -> None:
