@@ -8,7 +8,8 @@ WaitTimeoutError naming the actor and the method.
 A call costs its two processes a millisecond of computing, whatever it carries. So methods that are called many
 times at once (`many`) go in batches: what is called in one turn of the event loop travels together, and what ends
 in one turn comes back together (`CallBatches`, on the other side). Every call still ends by itself: it waits for no
-other, fails alone, and is cancelled alone.
+other, fails alone, and is cancelled alone. Only calls that are made `together`, because none of their answers is of use
+without the others, are answered so: when the last of them ends, or HOLD_S after the first.
 """
 
 from __future__ import annotations
@@ -39,6 +40,8 @@ ACTOR_ERRORS = (RayActorError,)
 POOL_TRIES = 4
 FORGOTTEN_S = 300.0
 """Time after which a batch whose answers nobody asks for is given up."""
+HOLD_S = 2.0
+"""Longest time that an answer waits for the others of its set: so much work is lost at most when the actor dies."""
 
 
 async def within(awaitable: Awaitable[T], timeout_s: float | None, waiting_for: str) -> T:
@@ -56,17 +59,24 @@ async def within(awaitable: Awaitable[T], timeout_s: float | None, waiting_for: 
 
 Answers = tuple[list[tuple[int, Any]], list[tuple[int, BaseException]]]
 """(number, result) and (number, error) of calls that ended."""
+NO_SETS: Mapping[int, str] = {}
+Call = tuple[tuple[Any, ...], str | None, asyncio.Future[Any]]
+"""Arguments of a call, the name of its set, and its result."""
 
 
 @dataclass(slots=True)
 class _Batch:
     """Calls that came together, on the side that runs them."""
 
+    sets: Mapping[int, str] = field(default_factory=dict)
+    """Name of the set of calls that are to be answered together, of those that are in one."""
     running: dict[int, asyncio.Task[Any]] = field(default_factory=dict)
     results: list[tuple[int, Any]] = field(default_factory=list)
     errors: list[tuple[int, BaseException]] = field(default_factory=list)
     some: asyncio.Event = field(default_factory=asyncio.Event)
-    """Set while there are answers to give, or none will come any more."""
+    """Set while there are answers to give now, or none will come any more."""
+    holding: asyncio.TimerHandle | None = None
+    """Ends the wait of answers that are held back."""
     asking: int = 0
     asked_s: float = 0.0
 
@@ -82,14 +92,22 @@ class _Batch:
             self.errors.append((number, portable(error)))
         else:
             self.results.append((number, task.result()))
-        self.some.set()
+        self._answer(number)
+
+    def _answer(self, number: int) -> None:
+        """Have the answers given, unless others of the call's set are still to come."""
+        name = self.sets.get(number)
+        if name is None or not any(self.sets.get(one) == name for one in self.running):
+            self.some.set()
+        elif self.holding is None:
+            self.holding = asyncio.get_running_loop().call_later(HOLD_S, self.some.set)
 
     def call_off(self, number: int) -> None:
         """Cancel a call; it gives no answer."""
         task = self.running.pop(number, None)
         if task is not None:
             task.cancel()
-        if not self.running:
+        if self.results or self.errors or not self.running:
             self.some.set()
 
 
@@ -100,10 +118,15 @@ class CallBatches:
         """Remember no batch yet."""
         self._batches: dict[str, _Batch] = {}
 
-    async def call_many(self, ticket: str, method: str, calls: Sequence[tuple[Any, ...]]) -> Answers:
-        """Start `method(*args)` for every call and answer those that end first; `call_more` answers the rest."""
+    async def call_many(
+        self, ticket: str, method: str, calls: Sequence[tuple[Any, ...]], sets: Mapping[int, str] = NO_SETS
+    ) -> Answers:
+        """Start `method(*args)` for every call and answer those that end first; `call_more` answers the rest.
+
+        `sets`: for the number of a call the name of the set with which it is to be answered.
+        """
         self._forget_orphans()
-        batch = self._batches[ticket] = _Batch()
+        batch = self._batches[ticket] = _Batch(sets)
         for number, args in enumerate(calls):
             task = asyncio.create_task(getattr(self, method)(*args), name=f"{method} {ticket}/{number}")
             batch.running[number] = task
@@ -135,6 +158,9 @@ class CallBatches:
             batch.asking = batch.asking - 1
             batch.asked_s = time.monotonic()
         batch.some.clear()
+        if batch.holding is not None:
+            batch.holding.cancel()
+            batch.holding = None
         results = batch.results
         batch.results = []
         errors = batch.errors
@@ -175,21 +201,24 @@ class ManyCalls:
         self._handle = handle
         self._method = method
         self._batch_size = batch_size
-        self._waiting: list[tuple[tuple[Any, ...], asyncio.Future[Any]]] = []
+        self._waiting: list[Call] = []
         self._off: dict[str, list[int]] = {}
         self._exchanges: set[asyncio.Task[None]] = set()
 
-    async def __call__(self, *args: Any) -> Any:
-        """Return the result. Raises what the call raised, and RayActorError if the actor died before it ended."""
+    async def __call__(self, *args: Any, together: str | None = None) -> Any:
+        """Return the result. Raises what the call raised, and RayActorError if the actor died before it ended.
+
+        `together`: calls made at once with the same name are answered together.
+        """
         loop = asyncio.get_running_loop()
         if not self._waiting:
             loop.call_soon(self._send)
         future = loop.create_future()
-        self._waiting.append((args, future))
+        self._waiting.append((args, together, future))
         return await future
 
     def _send(self) -> None:
-        waiting = [one for one in self._waiting if not one[1].done()]
+        waiting = [one for one in self._waiting if not one[-1].done()]
         self._waiting = []
         for first in range(0, len(waiting), self._batch_size):
             part = waiting[first : first + self._batch_size]
@@ -198,12 +227,13 @@ class ManyCalls:
             self._exchanges.add(exchange)
             exchange.add_done_callback(self._exchanges.discard)
 
-    async def _exchange(self, ticket: str, part: list[tuple[tuple[Any, ...], asyncio.Future[Any]]]) -> None:
-        open_calls = dict(enumerate(future for _, future in part))
+    async def _exchange(self, ticket: str, part: list[Call]) -> None:
+        open_calls = dict(enumerate(future for _, _, future in part))
+        sets = {number: name for number, (_, name, _) in enumerate(part) if name is not None}
         for number, future in open_calls.items():
             future.add_done_callback(functools.partial(self._cancelled, ticket, number))
         try:
-            ref = self._handle.call_many.remote(ticket, self._method, [args for args, _ in part])
+            ref = self._handle.call_many.remote(ticket, self._method, [args for args, _, _ in part], sets)
             del part
             while True:
                 results, errors = await ref

@@ -264,6 +264,9 @@ class GenerateRequest:
     """`max_tokens` and `min_tokens` are already lowered to what remains."""
     priority: int = 0
     """Lower numbers are decoded first on shared engines; evaluation has EVALUATION_PRIORITY."""
+    group: str | None = None
+    """Of requests that are made at once, and of whose answers none is of use without the others: they may come
+    together, which costs less. None: the answer is wanted at once."""
 
 
 @dataclass(slots=True, kw_only=True, frozen=True)

@@ -85,8 +85,10 @@ class GroupLoop:
                 raise outcome
         return [state for state, outcome in zip(todo, outcomes, strict=True) if outcome is True]
 
-    async def _generate(self, state: RolloutState, max_tokens: int) -> Status:
+    async def _generate(self, state: RolloutState, max_tokens: int, group: str | None = None) -> Status:
         """Append at most `max_tokens` sampled tokens; return the status that their finish reason stands for.
+
+        `group`: see GenerateRequest.
 
         Raises MemberFailedError.
         """
@@ -97,6 +99,7 @@ class GroupLoop:
             token_ids=np.concatenate([state.prompt_ids, state.response_ids]),
             sample_params=replace(params, max_tokens=max_tokens, min_tokens=min_tokens),
             priority=state.priority,
+            group=group,
         )
         try:
             async with asyncio.timeout(self._request_timeout_s):

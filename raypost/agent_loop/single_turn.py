@@ -62,7 +62,9 @@ class SingleTurnAgentLoop(GroupLoop):
         if not self._enable_partial_rollout:
             state.reset()
         try:
-            status = await self._generate(state, state.remaining_tokens)
+            # Nothing happens before the last sibling has ended: then all are judged.
+            group = f"{state.task}/{state.group_id}"
+            status = await self._generate(state, state.remaining_tokens, group)
         except MemberFailedError as error:
             fail(state, str(error))
             return False

@@ -115,6 +115,55 @@ async def test_slow_call_holds_up_no_other(handle: LocalHandle) -> None:
     assert await slow == "slow"
 
 
+async def test_calls_of_a_set_are_answered_when_the_last_of_them_ends_and_others_at_once(
+    handle: LocalHandle,
+) -> None:
+    call = many(handle)
+    began = asyncio.get_running_loop().time()
+    made = [(0.01, "a"), (0.05, "a"), (0.3, "a"), (0.1, "b"), (0.15, "b"), (0.02, None)]
+    done: dict[str | None, float] = {}
+
+    async def one(seconds: float, together: str | None) -> None:
+        assert await call(seconds, together, together=together) == together
+        done[together] = min(done.get(together, 9.0), asyncio.get_running_loop().time() - began)
+
+    await asyncio.gather(*(one(*arguments) for arguments in made))
+    # An answer that is due takes with it what waits: set a's first two go with the one that belongs to none.
+    assert list(done) == ["a", None, "b"] and done["b"] >= 0.15
+    assert handle.calls == 3, "for None, for b, for the end of a"
+
+
+async def test_answer_waits_for_its_set_no_longer_than_it_may(
+    handle: LocalHandle, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(remote, "HOLD_S", 0.05)
+    call = many(handle)
+    slow = asyncio.create_task(call(10.0, "slow", together="set"))
+    fast = [asyncio.create_task(call(0.0, n, together="set")) for n in range(3)]
+    assert await asyncio.wait_for(asyncio.gather(*fast), 1) == [0, 1, 2]
+    assert not slow.done()
+    slow.cancel()
+
+
+async def test_call_that_is_called_off_or_fails_holds_up_no_answer_of_its_set(handle: LocalHandle) -> None:
+    call = many(handle)
+    first, second = (asyncio.create_task(call(s, s, together="set")) for s in (0.01, 10.0))
+    await asyncio.sleep(0.05)
+    assert not first.done()
+    second.cancel()
+    assert await asyncio.wait_for(first, 1) == 0.01
+    outcomes = await asyncio.wait_for(
+        asyncio.gather(
+            call(0.0, 1, together="set"),
+            call(0.01, JudgeError("no score"), together="set"),
+            return_exceptions=True,
+        ),
+        1,
+    )
+    assert outcomes[0] == 1 and isinstance(outcomes[1], JudgeError)
+    assert (await handle.worker.state())[1:] == (set(), 0)
+
+
 async def test_error_reaches_its_own_call_alone_with_its_kind_and_its_traceback(handle: LocalHandle) -> None:
     call = many(handle)
     outcomes = await asyncio.gather(

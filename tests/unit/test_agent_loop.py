@@ -47,6 +47,7 @@ def test_a_fresh_member_is_generated_and_judged() -> None:
     assert (one.reward, one.response_text, one.finish_reason, one.worker) == (1.0, "9 2", "stop", "w0")
     assert one.policy_versions.tolist() == [3, 3]
     assert len({request.request_id for request in engine.requests}) == 2
+    assert len({request.group for request in engine.requests} - {None}) == 1, "answers may come together"
 
 
 def test_a_continuation_sends_the_exact_ids_and_what_is_left_of_the_budget() -> None:

@@ -68,6 +68,7 @@ def test_every_request_is_the_prompt_and_the_exact_tokens_so_far_with_what_is_le
         [5, 6, 9, STOP, 60, 1, 8, 7, STOP, 60, 2],
     ]
     assert [request.sample_params.max_tokens for request in engine.requests] == [20, 16, 11]
+    assert {request.group for request in engine.requests} == {None}, "every answer is wanted at once"
 
 
 def test_what_reset_observes_stands_behind_the_prompt_and_is_not_trained() -> None:
