@@ -18,9 +18,8 @@ from raypost.packed import PackedGroups, pack_groups, unpack_groups
 from raypost.protocols import Generator, Judge
 from raypost.types import Group
 
-MANY = {"run": 8, "generate": 64, "judge": 8}
-"""Calls of a pool, of a generator and of judges that travel together at most: those of some eight groups, half a
-megabyte."""
+MANY = {"run": 8, "judge": 8}
+"""Calls of a pool and of judges that travel together at most: those of eight groups, half a megabyte."""
 MARGIN_S = 30.0
 """On top of the pool's own deadline for a request, so that the pool, which knows the worker, reports first."""
 
@@ -31,7 +30,7 @@ class AgentLoopWorker(CallBatches):
     def __init__(
         self, name: str, config: Config, model_path: str, generator: Generator, judge: Judge
     ) -> None:
-        """`model_path`: a folder with the tokenizer. `generator`: the rollout pool."""
+        """`model_path`: a folder with the tokenizer. `generator`: the way to the rollout pool."""
         super().__init__()
         self._name = name
         tokenizer = Tokenizer.load(model_path)

@@ -45,6 +45,7 @@ from actors.producer import ProducerActor
 from actors.remote import Remote, RemotePool
 from actors.replay_buffer import ReplayBufferActor, remote_buffer
 from actors.rollout.controller import RolloutController
+from actors.rollout.routing import router_to
 from actors.rollout.worker import RolloutWorker
 from raypost.config import Config, parse_config
 from raypost.config.engine import EngineConfig
@@ -200,11 +201,12 @@ def start(config: Config, model_path: str) -> Actors:
 
     add(RolloutController, workers, config.rollout, config.sync.timeout_s, name="rollout-controller")
     pool = Remote("rollout-controller", 600, many=MANY)
+    router = router_to("rollout-controller", 600)
     judges = RemotePool(["judge-0"], 600, many=MANY)
     add(JudgeWorker, "judge-0", config.tasks, name="judge-0")
     loops = [f"agent-loop-{n}" for n in range(config.rollout.agent_workers)]
     for name in loops:
-        add(AgentLoopWorker, name, config, model_path, pool, judges, name=name)
+        add(AgentLoopWorker, name, config, model_path, router, judges, name=name)
     add(
         ReplayBufferActor,
         task_limits(config),

@@ -33,8 +33,10 @@ os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
 import numpy as np
 import psutil
 
+from actors.rollout.routing import router_to
 from jobs.arguments import config_of, parser
 from jobs.driver import connect, run
+from jobs.launch import PRODUCTION
 from jobs.roles import Roles
 from jobs.wiring import spawn
 from raypost import metrics
@@ -45,6 +47,7 @@ WARM_UP = 4
 """Steps that are not counted: the first ones meet cold memory and code."""
 
 PROBE_EVERY_S = 0.002
+PROBE_TIMEOUT_S = 60.0
 
 Parts = dict[str, float]
 """Milliseconds."""
@@ -138,7 +141,8 @@ async def first_token(roles: Roles, version: int) -> float:
         sample_params=SampleParams(max_tokens=1),
         priority=EVALUATION_PRIORITY - 1,
     )
-    while not len((await roles.pool.generate(request)).response_ids):
+    router = router_to(PRODUCTION, PROBE_TIMEOUT_S)
+    while not len((await router.generate(request)).response_ids):
         await asyncio.sleep(PROBE_EVERY_S)
     return time.perf_counter()
 

@@ -33,6 +33,7 @@ from actors.producer import ProducerActor
 from actors.remote import RemotePool, remote, within
 from actors.replay_buffer import ReplayBufferActor, remote_buffer
 from actors.rollout.controller import RolloutController
+from actors.rollout.routing import router_to
 from actors.rollout.worker import RolloutWorker
 from actors.telemetry import Telemetry
 from actors.training.broadcaster import WeightBroadcaster
@@ -50,7 +51,6 @@ from raypost.protocols import (
     BroadcasterRole,
     Buffer,
     EvaluatorRole,
-    Generator,
     Judge,
     ProducerRole,
     RolloutPool,
@@ -261,7 +261,7 @@ class Launcher:
     def agents(self, judge: Judge, *, evaluation: bool = False) -> AgentLoopPool:
         """Return the agent loops as one, on the pool of the rollout workers or on evaluation's own."""
         controller = EVALUATION if evaluation else PRODUCTION
-        generator = remote(controller, Generator, timeout_s=self._request_s, many=MANY)
+        generator = router_to(controller, self.cfg.rollout.request_timeout_s)
         names = ["evaluation-loop"] if evaluation else [b.name for b in self._bundles("agent_loop")]
         for name in names:
             self._add(

@@ -313,8 +313,8 @@ class TakeStatus:
 # ---------------------------------------------------------------- the roles as the driver calls them
 
 
-class RolloutPool(Generator, RolloutControl, WeightSink, Protocol):
-    """The rollout workers as one."""
+class RolloutPool(RolloutControl, WeightSink, Protocol):
+    """The rollout workers as one. Generation does not pass it: a router knows the way to them."""
 
     async def start(self) -> Sequence[object]:
         """Start all engines; returns what each says about itself."""

@@ -1,25 +1,30 @@
-"""RolloutController: the pool of rollout workers as one Generator.
+"""RolloutController: the pool of rollout workers as one.
 
-Owns routing, the pause gate of the pool, the state of every worker, and bringing a dead worker back:
+Owns the pause gate of the pool, the state of every worker, the routing table, and bringing a dead worker back:
 restart (by Ray), start the engine, load the current weights, and only then serve. Owns no weights but the
-refs of the current version, kept so that a worker that comes back, or wakes without weights, can catch up.
+refs of the current version, kept so that a worker that comes back, or wakes without weights, can catch up. Requests
+do not pass here: routers (routing.py) send them to the workers of the table, and report those found dead.
 
     worker:  STARTING -> UP -> DOWN -> (engine started, current version loaded) -> UP
 
 A pool that sleeps has given its devices to others: no engine is started meanwhile, so a worker that died comes back
 when the pool wakes, which is with the next `load_weights` or `resume`.
 
-Invariants: nothing is routed to a worker that is not UP; an UP worker holds the pool's version, unless the pool
-sleeps, and then it sleeps too; between `pause` and `resume` no worker generates, whatever the mode, and a request
-that comes is an "abort" without tokens. Pause, sleep, resume, weight loads and a worker's return take one lock, so a
-worker that comes back in the middle of a sync cannot serve old weights; it comes back paused as the others are. A
-request that was frozen in a dead worker is an "abort" without tokens too. Which pause overrules which is decided by
-the workers alone; the pool knows the mode in force from their answers.
+Invariants: the table has no worker that is not UP, and its epoch grows with every change; an UP worker holds the
+pool's version, unless the pool sleeps, and then it sleeps too; between `pause` and `resume` no worker generates,
+whatever the mode, not even one that was reported dead and is alive; a request that comes is an "abort" without
+tokens, however old the table is by which it came, because every worker's gate is closed. Pause, sleep, resume, weight
+loads and a worker's return take one lock, so a worker that comes back in the middle of a sync cannot serve old
+weights; it comes back paused as the others are. A request that was frozen in a dead worker is an "abort" without
+tokens too. Which pause overrules which is decided by the workers alone; the pool knows the mode in force from their
+answers.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import itertools
 import logging
 import time
 from collections.abc import Awaitable
@@ -30,10 +35,10 @@ from typing import Any
 from ray.actor import ActorHandle
 
 from actors.engine.life import EngineInfo
-from actors.remote import ACTOR_ERRORS, CallBatches, ManyCalls, within
+from actors.remote import CallBatches, within
+from actors.rollout.routing import GONE, TABLE_S, Route, RoutingTable
 from raypost.config import RolloutConfig
 from raypost.errors import (
-    EngineLostError,
     NoWorkersError,
     RaypostError,
     StaleWeightsError,
@@ -41,26 +46,12 @@ from raypost.errors import (
     WeightError,
 )
 from raypost.pause import PauseDeadlines, PauseMode
-from raypost.spans import SpanLog
-from raypost.types import (
-    FloatArray,
-    GenerateRequest,
-    GenerateResult,
-    IntArray,
-    Ref,
-    Span,
-    WeightReport,
-    WorkerStats,
-)
+from raypost.types import FloatArray, IntArray, Ref, Span, WeightReport, WorkerStats
 from raypost.weights.manifest import Bytes, Manifest
 
 log = logging.getLogger(__name__)
 
 RECOVERY_TRIES = 5
-MANY_REQUESTS = 64
-"""Requests that travel together at most."""
-GONE = (*ACTOR_ERRORS, EngineLostError)
-"""Errors of a worker that has to be brought back: it died, or Ray has already restarted it without its engine."""
 
 
 class WorkerState(StrEnum):
@@ -73,26 +64,18 @@ class WorkerState(StrEnum):
 
 @dataclass(slots=True)
 class PoolWorker:
-    """A worker, its state, and its requests, as the pool knows them."""
+    """A worker and its state, as the pool knows them."""
 
     name: str
     handle: ActorHandle
-    spans: SpanLog
-    generate: ManyCalls
     state: WorkerState = WorkerState.STARTING
-    outstanding: int = 0
-    busy_since: float | None = None
-    """Since when it works on requests without a pause; None while it does not."""
+    incarnation: int = 0
+    """How often it was brought back."""
     recovering: asyncio.Task[None] | None = None
+    closing: asyncio.Task[None] | None = None
+    """Closes its gate, in case it is only out of reach of whoever reported it dead."""
     starting: bool = False
     """Whether it may have an engine although it is not UP: it is on its way back."""
-
-    def account(self, working: bool) -> None:
-        """Close the interval in which it had requests, and open the next one if it still works on some."""
-        now = time.time()
-        if self.busy_since is not None:
-            self.spans.add("rollout", self.busy_since, now)
-        self.busy_since = now if working and self.outstanding else None
 
 
 @dataclass(slots=True, frozen=True)
@@ -102,7 +85,7 @@ class _Weights:
 
 
 class RolloutController(CallBatches):
-    """Routes generation to live workers and keeps the pool on one version."""
+    """Says which workers serve, and keeps the pool on one version."""
 
     def __init__(
         self, workers: dict[str, ActorHandle], rollout: RolloutConfig, sync_timeout_s: float
@@ -111,10 +94,7 @@ class RolloutController(CallBatches):
         super().__init__()
         self._rollout = rollout
         self._sync_timeout_s = sync_timeout_s
-        self._workers = [
-            PoolWorker(name, handle, SpanLog(name), ManyCalls(handle, "generate", MANY_REQUESTS))
-            for name, handle in workers.items()
-        ]
+        self._workers = [PoolWorker(name, handle) for name, handle in workers.items()]
         self._weights: _Weights | None = None
         self._deadlines = PauseDeadlines(rollout.pause_timeout_s)
         self._paused = True
@@ -124,9 +104,11 @@ class RolloutController(CallBatches):
         """Whether the lock is held by a pause."""
         self._asleep = False
         """True from the call of `sleep` on: no engine is started."""
-        self._failure: Exception | None = None
+        self._failure: str | None = None
+        """Why no worker will come any more."""
         self._control = asyncio.Lock()
         self._changed = asyncio.Condition()
+        self._table = self._table_of_epoch(0)
 
     def __repr__(self) -> str:
         """Return the role's name."""
@@ -141,61 +123,40 @@ class RolloutController(CallBatches):
         infos = await asyncio.gather(*(self._start_engine(worker) for worker in self._workers))
         for worker in self._workers:
             worker.state = WorkerState.UP
+        await self._notify()
         return infos
 
-    # ---------------------------------------------------------------- generation
+    # ---------------------------------------------------------------- routing
 
-    async def generate(self, request: GenerateRequest) -> GenerateResult:
-        """Continue `request.token_ids` on the least loaded worker.
-
-        Paused: "abort" without tokens. A worker that dies is replaced by another one, from the tokens the
-        request came with. A request past its deadline fails. Raises NoWorkersError when all are gone for good.
-        """
-        deadline = time.monotonic() + self._rollout.request_timeout_s
-        while not self._paused:
-            worker = await self._pick(deadline)
-            if worker is None:
-                continue
-            try:
-                return await self._generate_on(worker, request, deadline)
-            except GONE as error:
-                await self._lost(worker, error)
-            except WaitTimeoutError as error:
-                return GenerateResult.nothing("error", worker.name, str(error))
-        return GenerateResult.nothing("abort")
-
-    async def _pick(self, deadline: float) -> PoolWorker | None:
-        """Return an UP worker, or None if the pool was paused while waiting for one."""
-        up = [worker for worker in self._workers if worker.state is WorkerState.UP]
-        if up:
-            return min(up, key=lambda worker: worker.outstanding)
-        if self._failure is not None:
-            raise self._failure
-        states = ", ".join(f"{worker.name} is {worker.state}" for worker in self._workers)
+    async def routes(self, known: int) -> RoutingTable:
+        """Return the routing table once its epoch is above `known`, or as it is after TABLE_S."""
         async with self._changed:
-            try:
-                await within(
-                    self._changed.wait(), max(0.0, deadline - time.monotonic()), f"a rollout worker: {states}"
-                )
-            except WaitTimeoutError as error:
-                raise NoWorkersError(str(error)) from error
-        return None
+            newer = self._changed.wait_for(lambda: self._table.epoch > known)
+            with contextlib.suppress(WaitTimeoutError):
+                await within(newer, TABLE_S, f"a routing table after epoch {known}")
+        return self._table
 
-    async def _generate_on(
-        self, worker: PoolWorker, request: GenerateRequest, deadline: float
-    ) -> GenerateResult:
-        worker.outstanding += 1
-        if worker.busy_since is None:
-            worker.account(working=True)
-        left = max(0.0, deadline - time.monotonic())
-        try:
-            return await within(
-                worker.generate(request), left, f"{worker.name} to generate {request.request_id}"
-            )
-        finally:
-            worker.outstanding -= 1
-            if worker.outstanding == 0:
-                worker.account(working=False)
+    async def report(self, worker: str, incarnation: int, error: str) -> None:
+        """Take note that a router found a worker dead. What it says of a former incarnation is known already."""
+        for one in self._workers:
+            if (one.name, one.incarnation) == (worker, incarnation):
+                await self._lost(one, error)
+
+    def _table_of_epoch(self, epoch: int) -> RoutingTable:
+        up = (worker for worker in self._workers if worker.state is WorkerState.UP)
+        return RoutingTable(
+            epoch=epoch,
+            paused=self._paused,
+            up=tuple(Route(worker.name, worker.incarnation, worker.handle) for worker in up),
+            states=", ".join(f"{worker.name} is {worker.state}" for worker in self._workers),
+            failure=self._failure,
+        )
+
+    async def _notify(self) -> None:
+        """Push the table to all routers, and wake what waits here."""
+        async with self._changed:
+            self._table = self._table_of_epoch(self._table.epoch + 1)
+            self._changed.notify_all()
 
     # ---------------------------------------------------------------- pause, weights, resume
 
@@ -218,13 +179,13 @@ class RolloutController(CallBatches):
                 await self._stop_workers(mode)
             finally:
                 self._pausing = False
-            for worker in self._workers:
-                worker.account(working=False)
 
     async def _stop_workers(self, mode: PauseMode) -> None:
         self._mode = self._mode or mode
         in_force = await self._on_every_up("pause", self._deadlines.pool_s, mode)
-        self._mode = in_force[0] if in_force else self._mode
+        # A worker that was reported dead may have been stopped more strictly than the others.
+        self._mode = "keep" if "keep" in in_force else next(iter(in_force), self._mode)
+        await asyncio.gather(*(worker.closing for worker in self._workers if worker.closing is not None))
 
     async def sleep(self, keep_weights: bool) -> None:
         """Give the engines' devices to others until the next `load_weights` or `resume`, which wake what they need.
@@ -270,8 +231,6 @@ class RolloutController(CallBatches):
             self._paused = False
             self._mode = None
             self._asleep = False
-            for worker in self._workers:
-                worker.account(working=True)
         await self._notify()
 
     async def stage_weights(self, manifest: Manifest, buckets: list[Ref[Bytes]]) -> None:
@@ -298,7 +257,19 @@ class RolloutController(CallBatches):
                 reports = await self._load_every_up()
             if reports:
                 return reports
-            await self._pick(deadline)
+            await self._until_one_is_up(deadline)
+
+    async def _until_one_is_up(self, deadline: float) -> None:
+        """Raise NoWorkersError if none comes by `deadline`, or none ever will."""
+        async with self._changed:
+            some = self._changed.wait_for(lambda: self._table.up or self._failure is not None)
+            waiting_for = f"a rollout worker: {self._table.states}"
+            try:
+                await within(some, max(0.0, deadline - time.monotonic()), waiting_for)
+            except WaitTimeoutError as error:
+                raise NoWorkersError(str(error)) from error
+        if not self._table.up:
+            raise NoWorkersError(str(self._failure))
 
     async def _load_every_up(self) -> list[WeightReport]:
         """Load the pool's version into the workers that hold another or none."""
@@ -341,7 +312,7 @@ class RolloutController(CallBatches):
         results, errors = [], []
         for worker, outcome in zip(up, outcomes, strict=True):
             if isinstance(outcome, GONE):
-                await self._lost(worker, outcome)
+                await self._lost(worker, type(outcome).__name__)
             elif isinstance(outcome, BaseException):
                 errors.append(outcome)
             else:
@@ -352,14 +323,24 @@ class RolloutController(CallBatches):
 
     # ---------------------------------------------------------------- death and return
 
-    async def _lost(self, worker: PoolWorker, error: BaseException) -> None:
+    async def _lost(self, worker: PoolWorker, error: str) -> None:
         if worker.state is not WorkerState.UP:
             return
         worker.state = WorkerState.DOWN
-        log.warning(
-            "%s is gone (%s); it restarts and catches up before it serves", worker.name, type(error).__name__
-        )
+        log.warning("%s is gone (%s); it restarts and catches up before it serves", worker.name, error)
+        worker.closing = asyncio.create_task(self._close(worker), name=f"close {worker.name}")
         worker.recovering = asyncio.create_task(self._recover(worker), name=f"recover {worker.name}")
+        await self._notify()
+
+    async def _close(self, worker: PoolWorker) -> None:
+        """Close the gate of a worker that may be alive. A router with an older table could still reach it."""
+        pause = worker.handle.pause.remote(self._mode or "abort")
+        try:
+            await within(pause, self._deadlines.pool_s, f"{worker.name} to pause")
+        except GONE:
+            return
+        except WaitTimeoutError as error:
+            log.warning("%s is not known to have stopped: %s", worker.name, error)
 
     async def _recover(self, worker: PoolWorker) -> None:
         """Bring a worker back, with the pool's version. Gives up after RECOVERY_TRIES."""
@@ -376,7 +357,7 @@ class RolloutController(CallBatches):
                 await asyncio.sleep(min(30.0, 0.5 * 2**attempt))
         log.error("%s stays out of the pool after %d tries", worker.name, RECOVERY_TRIES)
         if not any(w.state is WorkerState.UP or (w is not worker and w.recovering) for w in self._workers):
-            self._failure = NoWorkersError(f"no rollout worker is left: {worker.name} did not come back")
+            self._failure = f"no rollout worker is left: {worker.name} did not come back"
         worker.recovering = None
         await self._notify()
 
@@ -387,6 +368,7 @@ class RolloutController(CallBatches):
             await self._start_engine(worker)
             async with self._control:
                 await self._catch_up(worker)
+                worker.incarnation += 1
                 worker.state = WorkerState.UP
         finally:
             worker.starting = False
@@ -416,10 +398,6 @@ class RolloutController(CallBatches):
             resume = worker.handle.resume.remote(self._version)
             await within(resume, self._rollout.pause_timeout_s, f"{worker.name} to resume")
 
-    async def _notify(self) -> None:
-        async with self._changed:
-            self._changed.notify_all()
-
     # ---------------------------------------------------------------- what can be seen
 
     async def states(self) -> dict[str, str]:
@@ -431,11 +409,9 @@ class RolloutController(CallBatches):
         return await self._on_every_up("stats", self._rollout.pause_timeout_s)
 
     async def drain_spans(self) -> list[Span]:
-        """Return the intervals in which each worker had requests, since the last call."""
-        for worker in self._workers:
-            if worker.busy_since is not None:
-                worker.account(working=True)
-        return [span for worker in self._workers for span in worker.spans.drain()]
+        """Return the intervals in which each live worker had requests, since the last call."""
+        spans = await self._on_every_up("drain_spans", self._rollout.pause_timeout_s)
+        return list(itertools.chain.from_iterable(spans))
 
     async def shutdown(self) -> None:
         """End recoveries and engines. Workers that do not answer are killed by the caller."""

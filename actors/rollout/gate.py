@@ -8,11 +8,14 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from typing import TYPE_CHECKING
 
 from actors.engine.life import EngineLife
 from raypost.errors import WaitTimeoutError
 from raypost.pause import PauseDeadlines, PauseMode, stricter
+from raypost.spans import ROLLOUT, SpanLog
+from raypost.types import Span
 
 if TYPE_CHECKING:
     from actors.rollout.vllm_engine import RolloutEngine
@@ -23,14 +26,15 @@ ABORT_AGAIN_S = 0.2
 
 
 class OpenRequests:
-    """The requests that one engine was given and has not answered yet."""
+    """The requests that one engine was given and has not answered yet, and when it worked on some."""
 
-    def __init__(self) -> None:
+    def __init__(self, worker: str) -> None:
         """Begin without a request."""
         self._names: dict[int, str] = {}
         self._count = 0
-        self.frozen = False
-        """Whether the engine stopped with its requests in it."""
+        self._frozen = False
+        self._spans = SpanLog(worker)
+        self._busy_since: float | None = None
         self.idle = asyncio.Event()
         """Set while no request is open, frozen or not."""
         self.idle.set()
@@ -44,6 +48,16 @@ class OpenRequests:
         return f"{len(self)} requests: {', '.join(list(self._names.values())[:5])}"
 
     @property
+    def frozen(self) -> bool:
+        """Whether the engine stopped with its requests in it."""
+        return self._frozen
+
+    @frozen.setter
+    def frozen(self, frozen: bool) -> None:
+        self._frozen = frozen
+        self._account()
+
+    @property
     def running(self) -> int:
         """How many the engine works on; 0 while frozen."""
         return 0 if self.frozen else len(self)
@@ -53,6 +67,8 @@ class OpenRequests:
         self._count += 1
         self._names[self._count] = name
         self.idle.clear()
+        if self._busy_since is None:
+            self._account()
         return self._count
 
     def leave(self, ticket: int) -> None:
@@ -60,20 +76,33 @@ class OpenRequests:
         del self._names[ticket]
         if not self._names:
             self.idle.set()
+            self._account()
+
+    def drain_spans(self) -> list[Span]:
+        """Return the intervals in which the engine worked on requests, since the last call."""
+        self._account()
+        return self._spans.drain()
+
+    def _account(self) -> None:
+        """Close the interval in which the engine works, and open the next one if it still does."""
+        now = time.time()
+        if self._busy_since is not None:
+            self._spans.add(ROLLOUT, self._busy_since, now)
+        self._busy_since = now if self.running else None
 
 
 class EngineGate:
     """The gate and the pause of one engine. Every method belongs to the engine's event loop."""
 
     def __init__(self, name: str, deadlines: PauseDeadlines, life: EngineLife[RolloutEngine]) -> None:
-        """`name`: of the worker, for messages."""
+        """`name`: of the worker, for messages and spans."""
         self._name = name
         self.deadlines = deadlines
         self._life = life
         self._mode: PauseMode | None = None
         """Of the pause in force or under way."""
         self._running_out: asyncio.Task[bool] | None = None
-        self.requests = OpenRequests()
+        self.requests = OpenRequests(name)
         self.is_open = False
         self.stopped = False
         """Whether the engine confirmed that it has stopped."""

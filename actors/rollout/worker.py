@@ -46,6 +46,7 @@ from raypost.types import (
     GenerateRequest,
     GenerateResult,
     IntArray,
+    Span,
     WeightReport,
     WorkerStats,
 )
@@ -124,7 +125,7 @@ class RolloutWorker(CallBatches):
         A request that cannot be run is an "error" result without tokens. Cancelling the call aborts it. Raises
         EngineLostError before `start`.
         """
-        engine = self._usable()
+        engine = self._engine()
         if not self._gate.is_open:
             return GenerateResult.nothing("abort", self._name)
         problem = self._problem(request, engine.vocab_size)
@@ -334,12 +335,16 @@ class RolloutWorker(CallBatches):
                 await self._life.alive(engine.pause("keep" if frozen else "abort", clear_cache=not frozen))
                 self._gate.stopped = True
 
-    def _usable(self) -> RolloutEngine:
+    def _engine(self) -> RolloutEngine:
         if self._life.engine is None:
             raise EngineLostError(f"{self._name} has no engine: start it first")
+        return self._life.engine
+
+    def _usable(self) -> RolloutEngine:
+        engine = self._engine()
         if self._broken is not None:
             raise WeightError(f"{self._name} is half loaded: {self._broken}; load a version again")
-        return self._life.engine
+        return engine
 
     # ---------------------------------------------------------------- what can be seen
 
@@ -351,3 +356,7 @@ class RolloutWorker(CallBatches):
             running=self._gate.requests.running,
             generated_tokens=self._generated_tokens,
         )
+
+    async def drain_spans(self) -> list[Span]:
+        """Return the intervals in which the engine worked on requests, since the last call."""
+        return self._gate.requests.drain_spans()

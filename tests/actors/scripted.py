@@ -9,9 +9,10 @@ from typing import Any
 import numpy as np
 
 from actors.remote import CallBatches
+from actors.rollout.gate import OpenRequests
 from raypost.errors import EngineLostError
 from raypost.pause import PauseMode, stricter
-from raypost.types import GenerateRequest, GenerateResult, WeightReport, WorkerStats
+from raypost.types import GenerateRequest, GenerateResult, Span, WeightReport, WorkerStats
 
 
 class ScriptedWorker(CallBatches):
@@ -23,7 +24,7 @@ class ScriptedWorker(CallBatches):
         self.version: int | None = None
         self.digest = ""
         self.gate_open = False
-        self.running = 0
+        self.requests = OpenRequests(name)
         self.mode: PauseMode | None = None
         self.started = False
         self.sleeping: str | None = None
@@ -45,7 +46,7 @@ class ScriptedWorker(CallBatches):
         self.check_started()
         if not self.gate_open:
             return GenerateResult.nothing("abort", self.name)
-        self.running += 1
+        ticket = self.requests.enter(request.request_id)
         ids: list[int] = []
         versions: list[int] = []
         try:
@@ -59,7 +60,7 @@ class ScriptedWorker(CallBatches):
                 ids.append(len(ids) + 1)
                 versions.append(self.version)
         finally:
-            self.running -= 1
+            self.requests.leave(ticket)
         done = len(ids) == request.sample_params.max_tokens
         return GenerateResult(
             response_ids=np.asarray(ids, np.int32),
@@ -72,7 +73,8 @@ class ScriptedWorker(CallBatches):
     async def pause(self, mode: PauseMode = "abort") -> PauseMode:
         self.gate_open = False
         self.mode = stricter(self.mode, mode)
-        while self.running and self.mode != "keep":
+        self.requests.frozen = self.mode == "keep"
+        while len(self.requests) and self.mode != "keep":
             await asyncio.sleep(0.005)
         return self.mode
 
@@ -83,10 +85,11 @@ class ScriptedWorker(CallBatches):
         self.check_started()
         assert version == self.version
         self.mode = self.sleeping = None
+        self.requests.frozen = False
         self.gate_open = True
 
     async def sleep(self, keep_weights: bool) -> None:
-        assert not self.gate_open and not self.running, "a worker that serves cannot sleep"
+        assert not self.gate_open and not len(self.requests), "a worker that serves cannot sleep"
         if self.started:
             self.sleeping = "all"
             self.version = self.version if keep_weights else None
@@ -112,9 +115,12 @@ class ScriptedWorker(CallBatches):
         return WorkerStats(
             worker=self.name,
             version=-1 if self.version is None else self.version,
-            running=0 if self.mode == "keep" else self.running,
+            running=self.requests.running,
             generated_tokens=0,
         )
+
+    async def drain_spans(self) -> list[Span]:
+        return self.requests.drain_spans()
 
     async def die(self) -> None:
         os._exit(1)

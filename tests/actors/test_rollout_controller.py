@@ -15,6 +15,7 @@ from ray.exceptions import RayActorError
 
 from actors.placement import spawn
 from actors.rollout.controller import RolloutController
+from actors.rollout.routing import Router, router_to
 from raypost.config import RolloutConfig
 from raypost.errors import StaleWeightsError, WeightError
 from raypost.types import GenerateRequest, GenerateResult, SampleParams
@@ -51,13 +52,19 @@ class Pool:
             )
             for n in range(count)
         }
-        self.controller = spawn(
-            RolloutController,
-            self.workers,
-            RolloutConfig(num_workers=count, **rollout),
-            20.0,
-            name=f"controller-{id(self)}",
-        )
+        config = RolloutConfig(num_workers=count, **rollout)
+        self.timeout_s = config.request_timeout_s
+        self.name = f"controller-{id(self)}"
+        self.controller = spawn(RolloutController, self.workers, config, 20.0, name=self.name)
+        self.routers: dict[asyncio.AbstractEventLoop, Router] = {}
+
+    @property
+    def router(self) -> Router:
+        """One for each test: it belongs to a loop."""
+        return self.routers.setdefault(asyncio.get_running_loop(), router_to(self.name, self.timeout_s))
+
+    def generate(self, asked: GenerateRequest) -> asyncio.Task[GenerateResult]:
+        return asyncio.create_task(self.router.generate(asked))
 
     async def serve(self, version: int) -> None:
         await self.controller.load_weights.remote(*manifest(version))
@@ -95,23 +102,23 @@ async def with_pool(test: Callable[[Pool], Awaitable[None]], **options: Any) -> 
 
 async def test_requests_are_spread_and_carry_the_version(pool: Pool) -> None:
     await pool.serve(7)
-    results = await asyncio.gather(*(pool.controller.generate.remote(request(f"r{n}")) for n in range(8)))
+    results = await asyncio.gather(*(pool.generate(request(f"r{n}")) for n in range(8)))
     assert {result.worker for result in results} == set(pool.workers)
     assert all(result.policy_versions.tolist() == [7] * 4 for result in results)
 
 
 async def test_nothing_generates_between_pause_and_resume(pool: Pool) -> None:
     await pool.serve(1)
-    running = [pool.controller.generate.remote(request(f"r{n}", 1000)) for n in range(6)]
+    running = [pool.generate(request(f"r{n}", 1000)) for n in range(6)]
     await asyncio.sleep(0.3)
     await pool.controller.pause.remote()
     assert [stats.running for stats in await pool.controller.stats.remote()] == [0, 0]
     for result in await asyncio.gather(*running):
         assert result.finish_reason == "abort" and 0 < len(result.response_ids) < 1000
-    late = await pool.controller.generate.remote(request("late"))
+    late = await pool.generate(request("late"))
     assert late.finish_reason == "abort" and len(late.response_ids) == 0
     await pool.serve(2)
-    again = await pool.controller.generate.remote(request("again"))
+    again = await pool.generate(request("again"))
     assert again.policy_versions.tolist() == [2] * 4
 
 
@@ -119,14 +126,14 @@ async def test_dead_workers_requests_continue_elsewhere_and_it_returns_with_the_
     pool: Pool,
 ) -> None:
     await pool.serve(3)
-    running = [pool.controller.generate.remote(request(f"r{n}", 60)) for n in range(6)]
+    running = [pool.generate(request(f"r{n}", 60)) for n in range(6)]
     await asyncio.sleep(0.2)
     pool.workers["rollout-0"].die.remote()
     results: list[GenerateResult] = await asyncio.gather(*running)
     assert [len(result.response_ids) for result in results] == [60] * 6
     await pool.until_up("rollout-0")
     assert (await pool.workers["rollout-0"].stats.remote()).version == 3
-    served = await asyncio.gather(*(pool.controller.generate.remote(request(f"s{n}")) for n in range(8)))
+    served = await asyncio.gather(*(pool.generate(request(f"s{n}")) for n in range(8)))
     assert {result.worker for result in served} == set(pool.workers)
 
 
@@ -155,22 +162,22 @@ async def test_worker_that_dies_while_the_pool_sleeps_comes_back_when_it_wakes(p
     assert states == [(False, None, None), (True, "all", None)], "no engine starts on a device that is lent"
     await pool.serve(2)
     await pool.until_up("rollout-0")
-    served = await asyncio.gather(*(pool.controller.generate.remote(request(f"s{n}")) for n in range(8)))
+    served = await asyncio.gather(*(pool.generate(request(f"s{n}")) for n in range(8)))
     assert {result.worker for result in served} == set(pool.workers)
     assert all(result.policy_versions.tolist() == [2] * 4 for result in served)
 
 
 async def test_keep_freezes_requests_and_they_go_on_under_the_next_version(pool: Pool) -> None:
     await pool.serve(1)
-    running = [pool.controller.generate.remote(request(f"r{n}", 60)) for n in range(6)]
+    running = [pool.generate(request(f"r{n}", 60)) for n in range(6)]
     await asyncio.sleep(0.3)
     await pool.controller.pause.remote("keep")
     assert [stats.running for stats in await pool.controller.stats.remote()] == [0, 0]
-    late = await pool.controller.generate.remote(request("late"))
+    late = await pool.generate(request("late"))
     assert (late.finish_reason, len(late.response_ids)) == ("abort", 0)
     await pool.controller.load_weights.remote(*manifest(2))
-    ready, _ = ray.wait(running, timeout=0.3)
-    assert ready == []
+    ready, _ = await asyncio.wait(running, timeout=0.3)
+    assert ready == set()
     await pool.controller.resume.remote(2)
     for result in await asyncio.gather(*running):
         assert result.finish_reason == "length"
@@ -179,22 +186,21 @@ async def test_keep_freezes_requests_and_they_go_on_under_the_next_version(pool:
 
 async def test_wait_lets_requests_end_and_refuses_new_ones(pool: Pool) -> None:
     await pool.serve(1)
-    running = [pool.controller.generate.remote(request(f"r{n}", 60)) for n in range(6)]
+    running = [pool.generate(request(f"r{n}", 60)) for n in range(6)]
     await asyncio.sleep(0.2)
     pause = pool.controller.pause.remote("wait")
     await asyncio.sleep(0.1)
-    late = await pool.controller.generate.remote(request("late"))
+    late = await pool.generate(request("late"))
     assert (late.finish_reason, len(late.response_ids)) == ("abort", 0)
     await pause
-    ready, _ = ray.wait(running, num_returns=6, timeout=1)
-    assert len(ready) == 6
-    assert {result.finish_reason for result in await asyncio.gather(*running)} == {"length"}
+    results = await asyncio.wait_for(asyncio.gather(*running), 1)
+    assert {result.finish_reason for result in results} == {"length"}
 
 
 @pytest.mark.parametrize("first", ["wait", "keep"])
 async def test_abort_overrules_a_gentler_pause_even_one_under_way(pool: Pool, first: str) -> None:
     await pool.serve(1)
-    running = [pool.controller.generate.remote(request(f"r{n}", 10_000)) for n in range(6)]
+    running = [pool.generate(request(f"r{n}", 10_000)) for n in range(6)]
     await asyncio.sleep(0.2)
     gentle = pool.controller.pause.remote(first)
     await asyncio.sleep(0.2)
@@ -205,7 +211,7 @@ async def test_abort_overrules_a_gentler_pause_even_one_under_way(pool: Pool, fi
     await pool.controller.pause.remote(first)
     assert {await worker.paused_as.remote() for worker in pool.workers.values()} == {"abort"}
     await pool.serve(2)
-    again = await pool.controller.generate.remote(request("again"))
+    again = await pool.generate(request("again"))
     assert again.policy_versions.tolist() == [2] * 4
 
 
@@ -214,7 +220,7 @@ async def test_worker_that_dies_in_a_pause_gives_its_requests_up_and_comes_back_
     pool: Pool, mode: str, victim: str
 ) -> None:
     await pool.serve(1)
-    running = [pool.controller.generate.remote(request(f"r{n}", 100)) for n in range(6)]
+    running = [pool.generate(request(f"r{n}", 100)) for n in range(6)]
     await asyncio.sleep(0.2)
     pause = pool.controller.pause.remote(mode)
     await asyncio.sleep(0.05)
@@ -223,8 +229,9 @@ async def test_worker_that_dies_in_a_pause_gives_its_requests_up_and_comes_back_
     await pause
     # Until the pool has noticed the death, the worker counts as up.
     over = 3 if mode == "keep" else 6
-    ready, _ = ray.wait(running, num_returns=over, timeout=10)
-    assert len(ready) == over
+    async with asyncio.timeout(10):
+        while sum(one.done() for one in running) < over:
+            await asyncio.sleep(0.05)
     await pool.controller.load_weights.remote(*manifest(2))
     await pool.until_up(victim)
     assert {await worker.paused_as.remote() for worker in pool.workers.values()} == {mode}
@@ -234,7 +241,7 @@ async def test_worker_that_dies_in_a_pause_gives_its_requests_up_and_comes_back_
     results: list[GenerateResult] = await asyncio.wait_for(asyncio.gather(*running), 10)
     assert sorted(result.finish_reason for result in results) == ["abort"] * 3 + ["length"] * 3
     assert all(len(result.response_ids) == 0 for result in results if result.finish_reason == "abort")
-    again = await asyncio.gather(*(pool.controller.generate.remote(request(f"a{n}")) for n in range(8)))
+    again = await asyncio.gather(*(pool.generate(request(f"a{n}")) for n in range(8)))
     assert {result.worker for result in again} == set(pool.workers)
     assert all(result.policy_versions.tolist() == [2] * 4 for result in again)
 
@@ -242,7 +249,7 @@ async def test_worker_that_dies_in_a_pause_gives_its_requests_up_and_comes_back_
 async def test_time_in_which_requests_are_frozen_is_no_rollout_time() -> None:
     async def check(pool: Pool) -> None:
         await pool.serve(1)
-        running = pool.controller.generate.remote(request("r", 40))
+        running = pool.generate(request("r", 40))
         await asyncio.sleep(0.2)
         await pool.controller.pause.remote("keep")
         paused = time.time()
@@ -274,7 +281,7 @@ async def test_version_that_is_not_held_is_not_served(pool: Pool) -> None:
 async def test_request_past_its_deadline_fails_and_names_the_worker() -> None:
     async def check(pool: Pool) -> None:
         await pool.serve(1)
-        result = await pool.controller.generate.remote(request("slow", 10_000))
+        result = await pool.generate(request("slow", 10_000))
         assert result.finish_reason == "error"
         assert "rollout-0 to generate slow" in (result.error or "")
 
@@ -292,10 +299,10 @@ async def test_worker_started_again_behind_the_pools_back_is_brought_back_before
     assert (await pool.controller.states.remote())["rollout-0"] == "up"
     await pool.controller.pause.remote()
     await pool.controller.resume.remote(5)
-    results = await asyncio.gather(*(pool.controller.generate.remote(request(f"r{n}")) for n in range(4)))
+    results = await asyncio.gather(*(pool.generate(request(f"r{n}")) for n in range(4)))
     assert all(result.policy_versions.tolist() == [5] * 4 for result in results)
     await pool.until_up("rollout-0")
-    served = await asyncio.gather(*(pool.controller.generate.remote(request(f"s{n}")) for n in range(8)))
+    served = await asyncio.gather(*(pool.generate(request(f"s{n}")) for n in range(8)))
     assert {result.worker for result in served} == set(pool.workers)
 
 

@@ -12,6 +12,7 @@ import pytest
 from ray.exceptions import RayActorError
 
 from actors.rollout.controller import RolloutController
+from actors.rollout.routing import Router
 from actors.rollout.worker import RolloutWorker
 from raypost.config import RolloutConfig
 from raypost.config.engine import EngineConfig
@@ -358,6 +359,7 @@ class Pool:
         self.workers = {name: Handle(name) for name in ("rollout-0", "rollout-1")}
         rollout = RolloutConfig(num_workers=2, start_timeout_s=start_timeout_s)
         self.controller = RolloutController(self.workers, rollout, 20.0)
+        self.router = Router(self.controller, 20.0)
 
     async def serve(self, version: int) -> None:
         await self.controller.load_weights(*published(version))  # type: ignore[arg-type]  # values are their own refs
@@ -372,7 +374,7 @@ class Pool:
         return [handle.worker.version for handle in self.workers.values()]
 
     async def assert_serves(self, version: int) -> None:
-        served = await asyncio.gather(*(self.controller.generate(request(f"r{n}")) for n in range(4)))
+        served = await asyncio.gather(*(self.router.generate(request(f"r{n}")) for n in range(4)))
         assert {one.worker for one in served} == set(self.workers)
         assert {int(token) for one in served for token in one.policy_versions} == {version}
 
@@ -395,7 +397,7 @@ async def test_the_pool_wakes_with_a_load_and_a_resume() -> None:
     await pool.controller.sleep(keep_weights=False)
     await pool.controller.sleep(keep_weights=False)
     assert (pool.sleeping, pool.versions) == (["all"] * 2, [None] * 2)
-    assert (await pool.controller.generate(request())).finish_reason == "abort"
+    assert (await pool.router.generate(request())).finish_reason == "abort"
     with pytest.raises(RaypostError, match="the pool sleeps and others use its devices"):
         await pool.controller.canary(np.arange(3, dtype=np.int32))
     with pytest.raises(StaleWeightsError, match="cannot serve version 2: the pool holds 1"):
@@ -453,9 +455,8 @@ async def test_no_engine_starts_on_a_device_that_others_use(keep_weights: bool) 
 async def test_sleep_waits_for_a_worker_on_its_way_back_and_that_sleeps_too(keep_weights: bool) -> None:
     pool = await pool_paused_at(1)
     victim = pool.workers["rollout-0"]
-    victim.is_dead = True
-    await pool.controller.pause()
     victim.restart(start_s=0.3)
+    await pool.controller.report(victim.name, 0, "EngineLostError")
     await asyncio.sleep(0.05)
     asleep = asyncio.create_task(pool.controller.sleep(keep_weights))
     await asyncio.sleep(0.1)

@@ -36,7 +36,7 @@ def test_an_inner_wait_of_a_pause_ends_before_the_one_around_it(timeout_s: float
 
 
 def test_frozen_requests_are_open_but_not_running() -> None:
-    requests = OpenRequests()
+    requests = OpenRequests("rollout-0")
     first, second = requests.enter("a"), requests.enter("a")
     assert (len(requests), requests.running) == (2, 2)
     requests.frozen = True
@@ -51,8 +51,36 @@ def test_frozen_requests_are_open_but_not_running() -> None:
     assert requests.idle.is_set()
 
 
+def test_an_engine_is_busy_while_it_works_on_requests_and_not_while_they_are_frozen(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    now = 100.0
+    monkeypatch.setattr("actors.rollout.gate.time.time", lambda: now)
+    requests = OpenRequests("rollout-0")
+    first = requests.enter("a")
+    now = 101.0
+    second = requests.enter("b")
+    now = 102.0
+    requests.frozen = True
+    now = 105.0
+    requests.leave(first)
+    now = 106.0
+    requests.frozen = False
+    now = 107.0
+    spans = requests.drain_spans()
+    now = 109.0
+    requests.leave(second)
+    now = 120.0
+    spans += requests.drain_spans()
+    assert [(s.actor, s.kind, s.start_s, s.end_s) for s in spans] == [
+        ("rollout-0", "rollout", 100.0, 102.0),
+        ("rollout-0", "rollout", 106.0, 107.0),
+        ("rollout-0", "rollout", 107.0, 109.0),
+    ]
+
+
 def test_open_requests_are_named_in_what_is_logged() -> None:
-    requests = OpenRequests()
+    requests = OpenRequests("rollout-0")
     for n in range(9):
         requests.enter(f"r{n}")
     assert str(requests) == "9 requests: r0, r1, r2, r3, r4"
