@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable
+from collections.abc import Awaitable, Coroutine
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NoReturn, TypeVar
@@ -64,6 +64,8 @@ class Roles:
     """Step of the newest checkpoint: at 0 there is nothing to lose."""
     _sync: SyncReport | None = None
     """The last sync, until it is recorded."""
+    _recording: asyncio.Task[None] | None = None
+    """What is being recorded while the loop goes on."""
     _last: dict[str, float] = field(default_factory=dict)
     """Held-out score and sync time, shown with the steps that follow."""
 
@@ -127,6 +129,17 @@ class Roles:
         if self.evaluation_broadcaster is not None and self.cfg.eval_due(version):
             await self.evaluation_broadcaster.prepare(version)
 
+    async def prepare_and_pause(self, version: int) -> None:
+        """Bring `version` close to the engines while production goes on, then stop production for its sync.
+
+        Production that is synchronous has nothing to go on with, and stops meanwhile.
+        """
+        if all(task.strategy.kind == "sync" for task in self.cfg.tasks):
+            await asyncio.gather(self.prepare(version), self.pause(version))
+        else:
+            await self.prepare(version)
+            await self.pause(version)
+
     async def broadcast(self, version: int) -> None:
         """Bring `version` into every rollout worker, verified. Production must be paused."""
         self._sync = await self.broadcaster.broadcast(version)
@@ -135,6 +148,9 @@ class Roles:
     async def resume(self, version: int) -> None:
         """Let production go on with `version`, then record its sync: no engine waits for that."""
         await self.producer.resume(version)
+        await self._record(self._show_sync())
+
+    async def _show_sync(self) -> None:
         self.display.workers(await self.pool.states())
         await self._record_sync()
 
@@ -142,6 +158,12 @@ class Roles:
         if self._sync is not None:
             report, self._sync = self._sync, None
             await self.telemetry.log_sync(report)
+
+    async def _record(self, work: Coroutine[object, object, None]) -> None:
+        """Let `work` record something while the loop goes on, after what is recorded already; raises what that did."""
+        before, self._recording = self._recording, asyncio.create_task(work, name="record")
+        if before is not None:
+            await before
 
     async def save(self, step: int) -> None:
         """Write one checkpoint of the whole run. Production must be paused; what it froze is aborted."""
@@ -210,7 +232,7 @@ class Roles:
         memory = {metrics.DRIVER_RSS_BYTES: psutil.Process().memory_info().rss}
         record = {**trained, **_production_metrics(status), **self._last, **memory}
         self.display.step(step, record)
-        await self.telemetry.log(step, record)
+        await self._record(self.telemetry.log(step, record))
 
     async def finish(self, status: RunStatus, error: str | None) -> None:
         """Stop waiting for production and evaluation, write the report and show it, in whatever state the roles are."""
@@ -224,6 +246,8 @@ class Roles:
         except Exception as cause:
             # The run is over: what it measured must reach the disk, with or without the producer.
             log.warning("the producer gave no final counts: %s", cause)
+        if self._recording is not None:
+            await asyncio.gather(self._recording, return_exceptions=True)
         await self._record_sync()
         report = await self.telemetry.finish(status, error, counts)
         self.display.finish(report, self.cfg.run_dir)

@@ -158,6 +158,46 @@ def test_production_is_paused_for_what_was_prepared_and_not_for_a_publication_th
     assert order == ["broadcast", "resume", "prepare", "pause", "broadcast", "resume", "prepare"]
 
 
+class SlowScene(Scene):
+    """A publication takes until production is paused, and the record of a step until its publication began."""
+
+    def __init__(self, cfg: Config, folder: Path) -> None:
+        super().__init__(cfg, folder, None)
+        self.paused, self.preparing = asyncio.Event(), asyncio.Event()
+
+    async def prepare(self, version: int) -> None:
+        self.preparing.set()
+        await self.paused.wait()
+        await self._turn("prepare")
+
+    async def pause(self, mode: str) -> None:
+        self.paused.set()
+        await self._turn("pause")
+
+    async def log(self, step: int, record: object) -> None:
+        await self.preparing.wait()
+        await self._turn("log")
+
+    async def resume(self, version: int) -> None:
+        self.paused.clear()
+        self.preparing.clear()
+        await super().resume(version)
+
+
+def test_synchronous_production_pauses_while_weights_are_published_and_no_record_is_waited_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sums = {"name": "sums", "source": CHAIN_SUM, "max_tokens": 8, "strategy": {"kind": "sync"}}
+    train_config = {"num_steps": STEPS, "batch_size": 1}
+    cfg = make_config(runs_dir=str(tmp_path), tasks=[sums], train=train_config, eval={"num_prompts": 0})
+    scene = SlowScene(cfg, tmp_path / "checkpoints")
+    monkeypatch.setattr(train, "spawn", scene.spawn)
+    asyncio.run(asyncio.wait_for(train.train(cfg, scene.stop), 20))
+    assert (
+        scene.calls.count("prepare") == scene.calls.count("log") == scene.calls.count("log_sync") - 1 == STEPS
+    )
+
+
 @pytest.mark.parametrize(
     ("module", "job", "own_engines"),
     [
