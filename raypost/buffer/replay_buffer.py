@@ -228,6 +228,8 @@ class ReplayBuffer:
         chosen: list[StoredGroup] = []
         for task, wanted in per_task.items():
             self._expiry.limits_of(task)
+            if self.state.index.count(task, Status.COMPLETED) < wanted:
+                return []
             completed = map(self.state.groups.__getitem__, self.state.index.keys(task, Status.COMPLETED))
             fresh = list(islice((group for group in completed if step < group.expires_at), max(0, wanted)))
             if len(fresh) < wanted:

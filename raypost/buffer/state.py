@@ -156,7 +156,9 @@ class BufferState:
         keys = [key for one in sorted(self.leases) if one <= step for key in self.leases.pop(one).keys]
         for key in keys:
             self._remove(key)
-            self.trained.setdefault(key[0], OrdinalSet()).add(key[1])
+            if key[0] not in self.trained:
+                self.trained[key[0]] = OrdinalSet()
+            self.trained[key[0]].add(key[1])
         return keys
 
     def _set_fields(self, change: Change) -> None:

@@ -77,6 +77,11 @@ class StatusIndex:
         bucket = self._buckets.get((task, status))
         return (key for _, _, key in bucket.ranks) if bucket else iter(())
 
+    def count(self, task: str, status: Status) -> int:
+        """Return how many groups of one task have that status."""
+        bucket = self._buckets.get((task, status))
+        return len(bucket.ranks) if bucket else 0
+
     def counts(self) -> Iterator[tuple[str, Status, int, int]]:
         """Yield (task, status, groups, bytes) wherever there is a group."""
         for (task, status), bucket in self._buckets.items():

@@ -705,14 +705,19 @@ def test_metadata_that_is_no_plain_data_is_refused_where_it_is_packed(thing: Any
 
 
 class Evil:
+    """Makes a folder where it is unpickled."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
     def __reduce__(self) -> Any:
-        return os.mkdir, ("/tmp/raypost-was-here",)
+        return os.mkdir, (str(self.folder),)
 
 
-@pytest.mark.parametrize("thing", [Evil(), Path("x"), print])
-def test_details_from_a_file_run_no_code(thing: Any) -> None:
-    raw = np.frombuffer(pickle.dumps([thing]), np.uint8)
-    packed = replace(pack_groups([group(0, [0])]), details=raw, detail_offsets=np.asarray([0, len(raw)]))
-    with pytest.raises(pickle.UnpicklingError, match="is no plain data"):
-        unpack_groups(packed)
-    assert not Path("/tmp/raypost-was-here").exists()
+def test_details_from_a_file_run_no_code(tmp_path: Path) -> None:
+    for thing in (Evil(tmp_path / "was-here"), Path("x"), print):
+        raw = np.frombuffer(pickle.dumps([thing]), np.uint8)
+        packed = replace(pack_groups([group(0, [0])]), details=raw, detail_offsets=np.asarray([0, len(raw)]))
+        with pytest.raises(pickle.UnpicklingError, match="is no plain data"):
+            unpack_groups(packed)
+    assert list(tmp_path.iterdir()) == []
