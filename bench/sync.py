@@ -2,15 +2,18 @@
 
     python -m bench.sync --config jobs/recipes/quickstart.yaml train.num_steps=20
     python -m bench.sync --config jobs/recipes/smollm2.yaml train.num_steps=8
+    python -m bench.sync --config jobs/recipes/quickstart.yaml --pause-modes abort keep -- train.num_steps=60
 
 The roles are those of the main job on a Ray of its own, and the loop is that of jobs/train.py with a clock around each
 call, without checkpoints and evaluations. When production resumes, a request for one token is tried every 2 ms, ahead
 of all others: the stall is the time from the call of `pause` until that token is back at the driver.
 
-Its last line is one JSON object: median, least and greatest milliseconds of each part of a step (publish lies within
-prepare, load and canary within broadcast, first token within stall); how long engines and ranks had nothing to do;
-how often a group was sent to an agent loop; groups that grew too old; staleness and mismatch of what was trained; how
-many cores other processes of the machine took.
+With several `--pause-modes` the modes take turns, BLOCK steps each, on the same engines.
+
+Its last line is one JSON object. For each mode, median, least and greatest: milliseconds of each part of a step
+(publish lies within prepare, load and canary within broadcast, first token within stall), and groups a second; how
+often a group was sent to an agent loop; staleness and mismatch of what was trained, and groups that grew too old.
+For the whole run: how long engines and ranks had nothing to do, and how many cores others took of the machine.
 """
 
 from __future__ import annotations
@@ -22,10 +25,10 @@ import statistics
 import sys
 import tempfile
 import time
-from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
-from typing import Any
+from dataclasses import dataclass, field
+from typing import Any, get_args
 
 os.environ.setdefault("RAY_AUTH_MODE", "disabled")
 os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
@@ -41,50 +44,42 @@ from jobs.roles import Roles
 from jobs.wiring import spawn
 from raypost import metrics
 from raypost.config import Config
+from raypost.ledger.events import LedgerEvent
+from raypost.pause import PauseMode
 from raypost.types import EVALUATION_PRIORITY, GenerateRequest, SampleParams
 
-WARM_UP = 4
-"""Steps that are not counted: the first ones meet cold memory and code."""
+BLOCK = 6
+"""Steps of one mode in a row."""
+
+WARM_UP = 2
+"""Steps at the begin of a block that are not counted: the mode before still shows. Nor is the first block."""
 
 PROBE_EVERY_S = 0.002
 PROBE_TIMEOUT_S = 60.0
 
-Parts = dict[str, float]
-"""Milliseconds."""
 
+@dataclass
+class Step:
+    """What was measured of one step: figures by name, milliseconds where they are of a part."""
 
-class Clock:
-    """The parts of the step under way, and of those before it."""
-
-    def __init__(self) -> None:
-        self.steps: list[Parts] = []
-        self.trained: list[Mapping[str, float]] = []
-        self.busy: list[tuple[float, float, float]] = []
-        """At each step's begin: the time, CPU seconds of the machine, and those of this process and its descendants."""
-
-    def next_step(self) -> None:
-        """Begin a step."""
-        self.steps.append({})
-        times, own = psutil.cpu_times(), 0.0
-        for process in (psutil.Process(), *psutil.Process().children(recursive=True)):
-            with suppress(psutil.NoSuchProcess):
-                own += sum(process.cpu_times()[:2])
-        self.busy.append((time.perf_counter(), sum(times) - times.idle - times.iowait, own))
-
-    def foreign_cores(self) -> tuple[float, float]:
-        """Return the seconds of the counted steps, and the cores that others took meanwhile."""
-        seconds, all_s, own_s = (b - a for a, b in zip(self.busy[WARM_UP], self.busy[-1], strict=True))
-        return seconds, max(0.0, (all_s - own_s) / seconds)
+    mode: PauseMode
+    """Of the pause in it, and of the one before it."""
+    counted: bool
+    block: int
+    begin_s: float
+    parts: dict[str, float] = field(default_factory=dict)
+    facts: dict[str, float] = field(default_factory=dict)
+    end_s: float = 0.0
 
     @contextmanager
     def part(self, name: str) -> Iterator[None]:
         """Add the time of the block to a part of the step."""
         begin = time.perf_counter()
         yield
-        self.steps[-1][name] = self.steps[-1].get(name, 0.0) + 1e3 * (time.perf_counter() - begin)
+        self.parts[name] = self.parts.get(name, 0.0) + 1e3 * (time.perf_counter() - begin)
 
 
-async def loop(cfg: Config, stop: asyncio.Event, clock: Clock) -> None:
+async def loop(cfg: Config, stop: asyncio.Event, modes: Sequence[PauseMode], steps: list[Step]) -> None:
     """Do what jobs/train.py does, and time it."""
     async with spawn(cfg, stop) as roles:
         await roles.broadcast(version=0)
@@ -92,45 +87,47 @@ async def loop(cfg: Config, stop: asyncio.Event, clock: Clock) -> None:
         roles.produce()
         step = 0
         while not roles.finished(step):
-            clock.next_step()
-            with clock.part("take"):
+            block, place = divmod(step, BLOCK)
+            now = Step(modes[block % len(modes)], block > 0 and place >= WARM_UP, block, time.time())
+            with now.part("take"):
                 status, batch_ref = await roles.take_batch(step + 1)
             if batch_ref is not None:
                 step += 1
-                with clock.part("fit"):
+                with now.part("fit"):
                     trained = await roles.trainer.fit(batch_ref, step)
-                with clock.part("log"):
+                with now.part("log"):
                     await roles.producer.acknowledge(step)
                     await roles.log(step, status, trained)
-                facts = {
-                    "staleness": float(np.mean(status.staleness)),
+                now.facts = {
                     "groups": status.num_groups,
+                    "staleness_mean": float(np.mean(status.staleness)),
+                    "mismatch_max": trained.get(metrics.LOGPROB_MISMATCH_MAX, 0.0),
                     "expired": status.metrics.expired_groups,
                 }
-                clock.trained.append({**trained, **facts})
             if batch_ref is None or cfg.sync_due(step):
-                await sync(roles, step, clock)
-        clock.next_step()
+                await sync(roles, step, now)
+            now.end_s = time.time()
+            steps.append(now)
 
 
-async def sync(roles: Roles, version: int, clock: Clock) -> None:
+async def sync(roles: Roles, version: int, step: Step) -> None:
     """One sync, and the first token after it."""
-    with clock.part("prepare"):
+    with step.part("prepare"):
         await roles.prepare(version)
     begin = time.perf_counter()
-    with clock.part("pause"):
-        await roles.pause(version)
-    with clock.part("broadcast"):
+    with step.part("pause"):
+        await roles.producer.pause(step.mode)
+    with step.part("broadcast"):
         await roles.broadcast(version)
     probe = asyncio.create_task(first_token(roles, version))
-    with clock.part("resume"):
+    with step.part("resume"):
         await roles.producer.resume(version)
     resumed = time.perf_counter()
     token = await probe
-    report, parts = await roles.broadcaster.broadcast(version), clock.steps[-1]
-    parts |= {"first token": 1e3 * (token - resumed), "stall": 1e3 * (token - begin)}
+    report = await roles.broadcaster.broadcast(version)
     within = {"publish": report.publish_s, "load": report.load_s, "canary": report.canary_s}
-    parts |= {name: 1e3 * seconds for name, seconds in within.items()}
+    step.parts |= {name: 1e3 * seconds for name, seconds in within.items()}
+    step.parts |= {"first token": 1e3 * (token - resumed), "stall": 1e3 * (token - begin)}
 
 
 async def first_token(roles: Roles, version: int) -> float:
@@ -147,47 +144,92 @@ async def first_token(roles: Roles, version: int) -> float:
     return time.perf_counter()
 
 
-def summary(cfg: Config, clock: Clock) -> dict[str, Any]:
-    """Return what was measured."""
-    steps, trained = clock.steps[WARM_UP:], clock.trained[WARM_UP:]
-    seconds, foreign = clock.foreign_cores()
-    parts = {
-        name: [round(of(values), 1) for of in (statistics.median, min, max)]
-        for name in dict.fromkeys(part for step in steps for part in step)
-        if (values := [step[name] for step in steps if name in step])
+def spread(values: Sequence[float]) -> list[float]:
+    """Return median, least and greatest."""
+    return [round(of(values), 4) for of in (statistics.median, min, max)] if values else []
+
+
+def of_mode(mode: PauseMode, steps: Sequence[Step], continued_s: Sequence[float]) -> dict[str, Any]:
+    """Return the figures of one mode; `continued_s`: when groups were sent to an agent loop once more."""
+    own = [step for step in steps if step.mode == mode and step.counted and step.facts]
+    groups = sum(step.facts["groups"] for step in own)
+    blocks = [[step for step in own if step.block == block] for block in sorted({step.block for step in own})]
+    again = sum(step.begin_s <= at < step.end_s for step in own for at in continued_s)
+    return {
+        "ms": {
+            name: spread([step.parts[name] for step in own if name in step.parts]) for name in own[0].parts
+        },
+        "groups_per_s": spread(
+            [sum(s.facts["groups"] for s in b) / sum(s.end_s - s.begin_s for s in b) for b in blocks]
+        ),
+        "dispatches_a_group": round(1 + again / groups, 2),
+        "staleness_mean": spread([step.facts["staleness_mean"] for step in own]),
+        "mismatch_max": max(step.facts["mismatch_max"] for step in own),
+        "expired": sum(step.facts["expired"] for step in own),
+        "steps": len(own),
     }
+
+
+def summary(cfg: Config, modes: Sequence[PauseMode], steps: Sequence[Step], foreign: float) -> dict[str, Any]:
+    """Return what was measured."""
     report = json.loads((cfg.run_dir / "report.json").read_text())
     with (cfg.run_dir / "ledger.jsonl").open() as lines:
-        events = Counter(json.loads(line)["event"] for line in lines)
-    mismatch = [step[name] for step in trained if (name := metrics.LOGPROB_MISMATCH_MAX) in step]
+        events = [json.loads(line) for line in lines]
+    continued_s = [event["time"] for event in events if event["event"] == LedgerEvent.CONTINUED]
     return {
-        "pause_mode": cfg.sync.pause_mode,
-        "ms": parts,
-        "groups_per_s": round(sum(step["groups"] for step in trained) / seconds, 2),
+        **{mode: of_mode(mode, steps, continued_s) for mode in dict.fromkeys(modes)},
         "rollout_idle": report["rollout_idle_fraction"],
         "trainer_idle": report["trainer_idle_fraction"],
-        "dispatches_a_group": 1 + events["continued"] / max(1, events["trained"]),
-        "staleness_mean": statistics.mean(step["staleness"] for step in trained),
-        "mismatch_max": max(mismatch, default=None),
-        "expired": sum(step["expired"] for step in trained),
-        "steps": len(trained),
         "foreign_cores": round(foreign, 2),
+        "load_average": os.getloadavg()[0],
     }
+
+
+def busy_s() -> tuple[float, float]:
+    """Return CPU seconds of the whole machine, and of this process and its descendants."""
+    times, own = psutil.cpu_times(), 0.0
+    for process in (psutil.Process(), *psutil.Process().children(recursive=True)):
+        with suppress(psutil.NoSuchProcess):
+            own += sum(process.cpu_times()[:2])
+    return sum(times) - times.idle - times.iowait, own
+
+
+async def measure(
+    cfg: Config, stop: asyncio.Event, modes: Sequence[PauseMode], found: dict[str, Any]
+) -> None:
+    """Run the loop and fill `found`."""
+    steps: list[Step] = []
+    (all_s, own_s), begin = busy_s(), time.perf_counter()
+    samples: list[float] = []
+
+    async def watch() -> None:
+        # Processes take their times with them when they end, so the last sample of a run that ended would be too low.
+        while True:
+            await asyncio.sleep(5)
+            now_s, now_own_s = busy_s()
+            samples.append(max(0.0, now_s - all_s - now_own_s + own_s) / (time.perf_counter() - begin))
+
+    watching = asyncio.create_task(watch())
+    await loop(cfg, stop, modes, steps)
+    watching.cancel()
+    found |= summary(cfg, modes, steps, samples[-2] if len(samples) > 1 else 0.0)
 
 
 def main() -> int:
     """Measure one recipe and print it."""
     made = parser(__doc__)
+    made.add_argument("--pause-modes", nargs="+", choices=get_args(PauseMode))
     args = made.parse_args()
-    clock, stop = Clock(), asyncio.Event()
+    stop, found = asyncio.Event(), dict[str, Any]()
     with tempfile.TemporaryDirectory(prefix="rp-") as folder:
         args.runs_dir = args.runs_dir or folder
         args.overrides = ["checkpoint.interval=0", "eval.num_prompts=0", *args.overrides]
         cfg = config_of(args)
         connect(cfg)
-        code = run(loop(cfg, stop, clock), stop, "the figures are those of the steps so far")
-        if code == 0:
-            print(json.dumps(summary(cfg, clock)), flush=True)
+        modes = args.pause_modes or [cfg.sync.pause_mode]
+        code = run(measure(cfg, stop, modes, found), stop, "the figures are those of the steps so far")
+    if code == 0:
+        print(json.dumps(found), flush=True)
     return code
 
 

@@ -269,19 +269,20 @@ class RolloutWorker(CallBatches):
                 await self._build()
             engine = self._usable()
             begin = time.monotonic()
-            held, digest, _ = await self._life.alive(engine.held())
-            if manifest.version < held:
+            if manifest.version < self._version:
                 raise StaleWeightsError(
-                    f"{self._name} holds version {held}: version {manifest.version} is older"
+                    f"{self._name} holds version {self._version}: version {manifest.version} is older"
                 )
-            if manifest.version > held:
+            is_new = manifest.version > self._version
+            if is_new:
                 await self._load(engine, manifest, buckets)
-            elif digest != manifest.digest:
+            report = await self._report(engine, time.monotonic() - begin)
+            if not is_new and report.digest != manifest.digest:
                 raise WeightError(
-                    f"{self._name} holds version {held} with digest {digest}, and was sent the same version "
-                    f"with digest {manifest.digest}: publish changed weights as a new version"
+                    f"{self._name} holds version {report.version} with digest {report.digest}, and was sent the same "
+                    f"version with digest {manifest.digest}: publish changed weights as a new version"
                 )
-            return await self._report(engine, time.monotonic() - begin)
+            return report
 
     async def _load(self, engine: RolloutEngine, manifest: Manifest, buckets: Sequence[Bytes]) -> None:
         await self._wake(engine, "weights")
