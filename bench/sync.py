@@ -11,9 +11,10 @@ of all others: the stall is the time from the call of `pause` until that token i
 With several `--pause-modes` the modes take turns, BLOCK steps each, on the same engines.
 
 Its last line is one JSON object. For each mode, median, least and greatest: milliseconds of each part of a step
-(publish lies within prepare, load and canary within broadcast, first token within stall), and groups a second; how
-often a group was sent to an agent loop; staleness and mismatch of what was trained, and groups that grew too old.
-For the whole run: how long engines and ranks had nothing to do, and how many cores others took of the machine.
+(publish lies within prepare, load within broadcast, first token within stall; the canary comes beside it), and groups
+a second; how often a group was sent to an agent loop; staleness and mismatch of what was trained, and groups that grew
+too old. For the whole run: how long engines and ranks had nothing to do, and how many cores others took of the
+machine.
 """
 
 from __future__ import annotations
@@ -83,7 +84,7 @@ async def loop(cfg: Config, stop: asyncio.Event, modes: Sequence[PauseMode], ste
     """Do what jobs/train.py does, and time it."""
     async with spawn(cfg, stop) as roles:
         await roles.broadcast(version=0)
-        await roles.producer.resume(version=0)
+        await roles.resume(version=0)
         roles.produce()
         step = 0
         while not roles.finished(step):
@@ -121,10 +122,10 @@ async def sync(roles: Roles, version: int, step: Step) -> None:
         await roles.broadcast(version)
     probe = asyncio.create_task(first_token(roles, version))
     with step.part("resume"):
-        await roles.producer.resume(version)
+        await roles.resume(version)
     resumed = time.perf_counter()
     token = await probe
-    report = await roles.broadcaster.broadcast(version)
+    report = await roles.broadcaster.check(version)
     within = {"publish": report.publish_s, "load": report.load_s, "canary": report.canary_s}
     step.parts |= {name: 1e3 * seconds for name, seconds in within.items()}
     step.parts |= {"first token": 1e3 * (token - resumed), "stall": 1e3 * (token - begin)}

@@ -62,6 +62,8 @@ class Roles:
     """The last evaluation; it may run while production goes on."""
     _saved: int = 0
     """Step of the newest checkpoint: at 0 there is nothing to lose."""
+    _checking: asyncio.Task[None] | None = None
+    """Of the version that is served; raises what is wrong with it."""
     _sync: SyncReport | None = None
     """The last sync, until it is recorded."""
     _recording: asyncio.Task[None] | None = None
@@ -91,6 +93,8 @@ class Roles:
     async def _batch(self, taking: Awaitable[Batch]) -> Batch:
         try:
             status, batch_ref = await self.while_producing(taking)
+            if self._checking is not None:
+                await self._checking
         except StoppedError:
             return STOPPED, None
         return status, batch_ref if status.num_groups else None
@@ -141,13 +145,24 @@ class Roles:
             await self.pause(version)
 
     async def broadcast(self, version: int) -> None:
-        """Bring `version` into every rollout worker, verified. Production must be paused."""
-        self._sync = await self.broadcaster.broadcast(version)
+        """Bring `version` into every rollout worker, verified. Production must be paused.
+
+        Where it resumes at once, the workers answer the canary prompt while they serve, and no batch is handed out
+        before their answers are compared.
+        """
+        cfg, stays = self.cfg, self.stop.is_set()
+        at_once = not (stays or cfg.placement == "colocate" or cfg.save_due(version) or cfg.eval_due(version))
+        self._sync = await self.broadcaster.broadcast(version, check=not at_once)
         self._last[metrics.SYNC_S] = self._sync.seconds
 
     async def resume(self, version: int) -> None:
-        """Let production go on with `version`, then record its sync: no engine waits for that."""
+        """Let production go on with `version`; its sync is checked and recorded meanwhile."""
         await self.producer.resume(version)
+        self._checking = asyncio.create_task(self._check(version), name=f"check of version {version}")
+
+    async def _check(self, version: int) -> None:
+        if self._sync is not None:
+            self._sync = await self.broadcaster.check(version)
         await self._record(self._show_sync())
 
     async def _show_sync(self) -> None:
@@ -236,7 +251,8 @@ class Roles:
 
     async def finish(self, status: RunStatus, error: str | None) -> None:
         """Stop waiting for production and evaluation, write the report and show it, in whatever state the roles are."""
-        background = [task for task in (self._production, self._evaluation) if task is not None]
+        tasks = (self._production, self._evaluation, self._checking)
+        background = [task for task in tasks if task is not None]
         for task in background:
             task.cancel()
         await asyncio.gather(*background, return_exceptions=True)

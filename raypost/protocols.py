@@ -383,8 +383,15 @@ class BroadcasterRole(Protocol):
         """Do all of `broadcast` that needs no pause. Raises WeightError or StaleWeightsError."""
         ...
 
-    async def broadcast(self, version: int) -> SyncReport:
-        """Load `version` into every live worker, verified. Raises WeightError or StaleWeightsError."""
+    async def broadcast(self, version: int, check: bool = True) -> SyncReport:
+        """Load `version` into every live worker, verified. Raises WeightError or StaleWeightsError.
+
+        `check`: with the comparison of logprobs, which `check` makes else.
+        """
+        ...
+
+    async def check(self, version: int) -> SyncReport:
+        """Compare the workers' logprobs with the trainer's, which they may do while they serve. Raises WeightError."""
         ...
 
 

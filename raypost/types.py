@@ -316,10 +316,10 @@ class SyncReport:
     publish_s: float
     load_s: float
     """Of the slowest worker."""
-    canary_s: float
-    """Until the slowest engine had answered on the canary prompt."""
-    canary_difference: float
-    """Largest logprob difference between an engine and the trainer; 0 when the canary is off."""
+    canary_s: float = 0.0
+    """Until the slowest engine had answered on the canary prompt; not part of `seconds`."""
+    canary_difference: float | None = None
+    """Largest logprob difference between an engine and the trainer; None when it was not compared."""
 
 
 @dataclass(slots=True, kw_only=True, frozen=True)

@@ -110,7 +110,7 @@ class SharedMemoryTransfer(
         self._verifier = ThreadPoolExecutor(1, "verify-weights")
         self.touched = False
         """True from the first change of the model until all of the version is in place."""
-        self._loading: Manifest | None = None
+        self._loading: StagedVersion | None = None
         self._loaded: list[TensorEntry] = []
         self._kernels: list[tuple[Any, Any]] = []
         """Layers of experts and the kernels they had before the load."""
@@ -158,16 +158,17 @@ class SharedMemoryTransfer(
 
     def receive_weights(self, update_info: PublishedVersion) -> None:
         """Reload layer by layer what the model does not hold. Raises WeightError naming a tensor of wrong bytes."""
-        manifest, buckets = self.staged.manifest, self.staged.buckets
+        staged = self.staged
+        manifest, buckets = staged.manifest, staged.buckets
         if (manifest.version, manifest.digest) != (update_info.version, update_info.digest):
             raise WeightError(f"version {manifest.version} is staged, not version {update_info.version}")
-        self.staged.verified.result()
+        staged.verified.result()
         self._staged = None
         self.base = Base(manifest.base, buckets[: manifest.base_buckets]) if manifest.base else None
         contents = {} if self.held is None else self.held.contents
         self.held = None
         self.touched = True
-        self._loading = manifest
+        self._loading = staged
         self._load(manifest, buckets, contents)
 
     def _load(self, manifest: Manifest, buckets: list[Bytes], contents: dict[str, str]) -> None:
@@ -213,9 +214,12 @@ class SharedMemoryTransfer(
         self._kernels.clear()
         if any(_block(entry.name) == entry.name for entry in self._loaded):
             self._pack_heads()
-        contents = {entry.name: entry.content for entry in self._loading.tensors}
-        self.held = LoadedVersion(self._loading.version, self._loading.digest, contents)
+        manifest = self._loading.manifest
+        contents = {entry.name: entry.content for entry in manifest.tensors}
+        self.held = LoadedVersion(manifest.version, manifest.digest, contents)
         self.touched = False
+        # Unmapping takes time too: not while requests wait.
+        self._verifier.submit(self._loading.buckets.clear)
         self._loading = None
 
     def _forget_kernels(self) -> None:

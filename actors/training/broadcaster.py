@@ -3,19 +3,21 @@
     prepare      trainer.publish(version) -> (manifest, bucket refs) -> controller.stage_weights
                                                                      -> canary of the trainer
     broadcast    controller.load_weights -> acknowledgements
-                 canary of the engines: they and the trainer agree on the logprobs of a fixed prompt
+    check        canary of the engines: they and the trainer agree on the logprobs of a fixed prompt
 
-Engines generate while a version is prepared, and are paused while it is broadcast.
+Engines generate while a version is prepared, and are paused while it is broadcast; they may be checked in both states.
 
 Owns the order of a sync and its verification, not the weights: the bucket refs pass through unopened.
 Invariant: `broadcast(v)` returns only when every live worker acknowledged version v with the digest that
-was sent, and their logprobs agree with the trainer's. Versions never go back.
+was sent; unless the check is left to a call of its own, only when their logprobs agree with the trainer's too. Versions
+never go back.
 """
 
 from __future__ import annotations
 
 import asyncio
 import time
+from dataclasses import replace
 from typing import NamedTuple
 
 import numpy as np
@@ -61,7 +63,9 @@ class WeightBroadcaster:
         self._offload = offload
         self._version = -1
         self._prepared: PreparedVersion | None = None
-        self._preparing = asyncio.Lock()
+        self._expected: FloatArray | None = None
+        """Of the version that is out, until it is checked."""
+        self._preparing, self._checking = asyncio.Lock(), asyncio.Lock()
         self._base = ""
         self._last: SyncReport | None = None
         self._spans = SpanLog("broadcaster")
@@ -101,46 +105,58 @@ class WeightBroadcaster:
         verified = self._sync.canary_tolerance is not None
         return await self._trainer.canary(self._canary_ids) if verified else None
 
-    async def broadcast(self, version: int) -> SyncReport:
+    async def broadcast(self, version: int, check: bool = True) -> SyncReport:
         """Load `version` everywhere, prepared if it is not yet. Repeated for the version all hold: nothing is sent.
 
-        Raises WeightError when what arrived differs, StaleWeightsError when `version` goes back.
+        `check`: compare logprobs too, as the method of that name does. Raises WeightError when what arrived differs,
+        StaleWeightsError when `version` goes back.
         """
         self._check_order(version)
-        if self._last is not None and version == self._version:
-            if self._offload:
-                await self._trainer.offload()
-            return self._last
-        with self._spans.span("sync"):
-            prepared = await self._prepare(version)
-            manifest, start = prepared.manifest, time.time()
-            if self._offload:
-                await self._trainer.offload()
-            reports = await self._controller.load_weights(manifest, prepared.buckets)
-            loaded = time.time()
-            difference = await self._check_canary(version, prepared.expected)
-        end = time.time()
-        self._version = version
-        self._prepared = None
-        base = self._base
-        self._base = manifest.base
-        self._last = SyncReport(
+        if self._last is None or version != self._version:
+            with self._spans.span("sync"):
+                self._last = await self._broadcast(version)
+        elif self._offload:
+            await self._trainer.offload()
+        return await self.check(version) if check else self._last
+
+    async def _broadcast(self, version: int) -> SyncReport:
+        prepared = await self._prepare(version)
+        manifest, start = prepared.manifest, time.time()
+        if self._offload:
+            await self._trainer.offload()
+        reports = await self._controller.load_weights(manifest, prepared.buckets)
+        self._version, self._expected, self._prepared = version, prepared.expected, None
+        base, self._base = self._base, manifest.base
+        return SyncReport(
             version=version,
             digest=manifest.digest,
             num_workers=len(reports),
             nbytes=sum(manifest.bucket_sizes[manifest.base_buckets if manifest.base == base else 0 :]),
-            seconds=prepared.seconds + end - start,
+            seconds=prepared.seconds + time.time() - start,
             publish_s=prepared.publish_s,
             load_s=max(report.load_s for report in reports),
-            canary_s=end - loaded,
-            canary_difference=difference,
         )
-        return self._last
 
-    async def _check_canary(self, version: int, expected: FloatArray | None) -> float:
+    async def check(self, version: int) -> SyncReport:
+        """Compare the engines' logprobs on the canary prompt with the trainer's; return the report of the sync.
+
+        The engines may serve meanwhile. Idempotent. Raises WeightError if they differ, StaleWeightsError unless
+        `version` is out.
+        """
+        async with self._checking:
+            if self._last is None or version != self._version:
+                raise StaleWeightsError(f"cannot check version {version}: {self._version} is out")
+            if self._expected is not None:
+                start = time.time()
+                difference = await self._compare(version, self._expected)
+                self._expected = None
+                self._last = replace(self._last, canary_difference=difference, canary_s=time.time() - start)
+            return self._last
+
+    async def _compare(self, version: int, expected: FloatArray) -> float:
+        """Return the largest difference of a logprob. Raises WeightError if it exceeds the tolerance."""
         tolerance = self._sync.canary_tolerance
-        if tolerance is None or expected is None:
-            return 0.0
+        assert tolerance is not None, "the trainer was asked"
         worst = 0.0
         for worker, got in await self._controller.canary(self._canary_ids):
             difference = _max_difference(got, expected)

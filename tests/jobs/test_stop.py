@@ -120,10 +120,14 @@ class Scene:
         self.ranks_awake = False
         await self._turn("offload")
 
-    async def broadcast(self, version: int) -> SimpleNamespace:
+    async def broadcast(self, version: int, check: bool = True) -> SimpleNamespace:
         if self.colocated and self.ranks_awake:
             await self.offload()
         await self._turn("broadcast")
+        return SimpleNamespace(seconds=0.0)
+
+    async def check(self, version: int) -> SimpleNamespace:
+        await self._turn("check")
         return SimpleNamespace(seconds=0.0)
 
     async def save(self, folder: object, *_: object) -> None:
@@ -196,6 +200,31 @@ def test_synchronous_production_pauses_while_weights_are_published_and_no_record
     assert (
         scene.calls.count("prepare") == scene.calls.count("log") == scene.calls.count("log_sync") - 1 == STEPS
     )
+
+
+class DriftingScene(Scene):
+    """The engines' logprobs of the second version are wrong, as the check says some time after they serve it."""
+
+    async def check(self, version: int) -> SimpleNamespace:
+        for _ in range(9):
+            await self._turn("check")
+        if version == 2:
+            raise WeightError("logprobs differ")
+        return SimpleNamespace(seconds=0.0)
+
+
+def test_nothing_is_trained_by_what_engines_make_before_their_weights_are_checked(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cfg = stop_config(tmp_path, "separate")
+    cfg = cfg.model_copy(update={"eval": cfg.eval.model_copy(update={"num_prompts": 0})})
+    scene = DriftingScene(cfg, tmp_path / "checkpoints", None)
+    monkeypatch.setattr(train, "spawn", scene.spawn)
+    with pytest.raises(WeightError, match="logprobs differ"):
+        asyncio.run(asyncio.wait_for(train.train(cfg, scene.stop), 20))
+    assert scene.trained == 2
+    order = [call for call in scene.calls if call in ("fit", "check", "resume")]
+    assert order == ["resume", *["check"] * 9, "fit"] * 2 + ["resume", *["check"] * 9]
 
 
 @pytest.mark.parametrize(

@@ -128,6 +128,24 @@ async def test_sync_fails_when_logprobs_disagree(drift: float) -> None:
         await sync.broadcast(1)
 
 
+async def test_a_version_that_is_out_may_be_checked_later_and_once() -> None:
+    pool = ScriptedPool(0.03)
+    sync, _ = broadcaster(pool=pool)
+    report = await sync.broadcast(1, check=False)
+    assert (report.version, report.canary_difference) == (1, None)
+    with pytest.raises(StaleWeightsError, match="cannot check version 2: 1 is out"):
+        await sync.check(2)
+    for _ in range(2):
+        with pytest.raises(WeightError, match="rollout-0 says it holds version 1"):
+            await sync.check(1)
+    with pytest.raises(WeightError, match="rollout-0 says it holds version 1"):
+        await sync.broadcast(1)
+    pool.drift = 0.0
+    assert (await sync.check(1)).canary_difference == 0.0
+    pool.drift = 0.03
+    assert (await sync.broadcast(1)).canary_difference == 0.0
+
+
 async def test_canary_can_be_switched_off() -> None:
     sync, _ = broadcaster(0.03, tolerance=None)
-    assert (await sync.broadcast(1)).canary_difference == 0.0
+    assert (await sync.broadcast(1)).canary_difference is None
