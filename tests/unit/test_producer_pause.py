@@ -3,11 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+import json
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from raypost.checkpoint import CheckpointDir
 from raypost.errors import CheckpointError, LedgerError, ProductionError, StaleWeightsError, WaitTimeoutError
+from raypost.ledger.ledger import LEDGER_FILE, Ledger
+from raypost.ledger.life import group_life
+from raypost.ledger.summary import ledger_summary
 from raypost.packed import PackedGroups, pack_groups, unpack_groups
 from raypost.pause import PauseMode
 from raypost.types import Group, ProduceBatchStatus, Status
@@ -300,6 +306,45 @@ def test_a_restored_run_stays_paused_then_goes_on_with_the_same_groups() -> None
             assert (await world.producer.counts()).lost == 0
         assert batches[0] == batches[1]
         assert after.samplers["default"].position == before.samplers["default"].position
+
+    virtual(main())
+
+
+def test_a_checkpoint_on_disk_restores_production_behind_a_snapshot_of_its_ledger(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("raypost.ledger.journal.TAIL_BYTES", 500)
+
+    async def world(version: int) -> World:
+        ledger = Ledger(tmp_path / LEDGER_FILE)
+        made = World(task_config(max_staleness=1, over_sample_threshold=1.0), batch_size=2, ledger=ledger)
+        if version:
+            await made.producer.load_state_dict(CheckpointDir.load_state(tmp_path, "producer"))
+        await made.producer.resume(version)
+        made.start()
+        return made
+
+    async def main() -> None:
+        before = await world(0)
+        for step in (1, 2):
+            await train_step(before, step)
+        await before.producer.pause()
+        CheckpointDir.save_state(tmp_path, "producer", await before.producer.state_dict(model_step=2))
+        saved = await before.producer.counts()
+        await before.producer.resume(2)
+        for step in (3, 4, 5):
+            await train_step(before, step)
+        assert json.loads((tmp_path / LEDGER_FILE).read_text().splitlines()[0])["event"] == "snapshot"
+        after = await world(2)
+        assert (await after.producer.counts()).trained == saved.trained == 4
+        for step in (3, 4, 5):
+            await train_step(after, step)
+        await after.producer.pause()
+        counts, summary = await after.producer.counts(), ledger_summary(tmp_path)
+        assert (counts.trained, counts.lost) == (10, 0)
+        assert (summary.problems, summary.counts) == ([], counts)
+        ends = [group_life(tmp_path, f"default/{n}").end for n in range(counts.sampled)]
+        assert ends.count("trained") == 10 and ends.count(None) == counts.buffered
 
     virtual(main())
 
