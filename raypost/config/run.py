@@ -90,7 +90,7 @@ class SyncConfig(ConfigModel):
 
     sync_weights_interval: Annotated[int, Field(ge=1)] = 1
     """Train steps between weight syncs."""
-    pause_mode: PauseMode = "abort"
+    pause_mode: PauseMode = "keep"
     """What a sync does to running requests. abort: partial trajectories come back and are continued later. keep:
     requests freeze in the engine and go on with the new weights; they are aborted where the engine is needed for an
     evaluation or given to the ranks, where a checkpoint is written, and where a task does not continue what a sync
