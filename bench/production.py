@@ -1,7 +1,7 @@
 """Groups a second from the dataset to the trainer, with an engine that answers at once: what the roles cost.
 
-    python -m bench.production                    # some 30 s
-    python -m bench.production --groups 20000     # memory over a long run
+    python -m bench.production                                 # some minutes
+    python -m bench.production --rounds 1 --groups 20000       # memory over a long run
 
 Every role of production is the one of the main job, in a process of its own: sampler, producer and ledger, agent
 loops, judge, rollout pool, replay buffer with its journal. Only what computes is scripted: the engine behind the
@@ -9,7 +9,8 @@ real rollout worker gives `max_tokens` ids with logprobs at once, and the traine
 The driver takes, acknowledges and syncs every few steps, as jobs/train.py does.
 
 The limit it is compared with is what Ray alone allows in the same run: the same token arrays, packed, over as many
-hops, through actors that do nothing else, one group a call and as many as production puts into one.
+hops, through actors that do nothing else, one group a call and as many as production puts into one. Both take turns,
+round after round. The last line is one JSON object: medians and ranges of groups a second and of their ratios.
 """
 
 from __future__ import annotations
@@ -47,6 +48,7 @@ from actors.replay_buffer import ReplayBufferActor, remote_buffer
 from actors.rollout.controller import RolloutController
 from actors.rollout.routing import router_to
 from actors.rollout.worker import RolloutWorker
+from bench.figures import Foreign, spread
 from raypost.config import Config, parse_config
 from raypost.config.engine import EngineConfig
 from raypost.packed import PackedGroups, join_groups, pack_groups
@@ -286,17 +288,54 @@ class Usage:
         return {name: (info.rss - info.shared) / 2**20 for name, info in infos.items()}
 
 
-async def measure(actors: Actors, args: argparse.Namespace) -> float:
-    """Run the loop and print what it did; groups a second."""
+async def rounds(actors: Actors, args: argparse.Namespace) -> dict[str, Any]:
+    """Let production and bare actors take turns; returns what they came to."""
     await actors["rollout-controller"].start.remote()
     await sync(actors, 0)
     production = asyncio.ensure_future(_of(actors["producer"].run.remote()))
-    warm_up = max(4, args.warm_up // args.batch)
-    await train(actors, 1, warm_up, production)
-    usage = Usage(actors)
-    num_steps = -(-args.groups // args.batch)
+    usage, step = Usage(actors), 0
+    rates: list[float] = []
+    bare: dict[int, list[float]] = {size: [] for size in (() if args.no_limit else (1, MANY["run"]))}
+    foreign: list[float] = []
+    for _ in range(args.rounds):
+        others = Foreign()
+        rate, step = await measure(actors, args, usage, step, production)
+        rates.append(rate)
+        # What production has started ahead must not run beside the others.
+        await actors["producer"].pause.remote("abort")
+        for size, found in bare.items():
+            found.append(await asyncio.to_thread(limit, args, args.groups // 2, size))
+        await actors["producer"].resume.remote(step)
+        foreign.append(others.cores())
+    for size, found in bare.items():
+        shares = spread(rate / one for rate, one in zip(rates, found, strict=True))
+        print(
+            f"bare actors, {size} groups a call: {spread(found)} groups/s; production reaches {shares} of it"
+        )
+    return {
+        "groups_per_s": spread(rates),
+        "bare_groups_per_s": {size: spread(found) for size, found in bare.items()},
+        "ratio": {
+            size: spread(rate / one for rate, one in zip(rates, found, strict=True))
+            for size, found in bare.items()
+        },
+        "rounds": len(rates),
+        "foreign_cores": spread(foreign),
+    }
+
+
+async def measure(
+    actors: Actors, args: argparse.Namespace, usage: Usage, step: int, production: asyncio.Future[None]
+) -> tuple[float, int]:
+    """Run the loop from the step after `step` on and print what it did; groups a second, and the last step."""
+    # Whole sync periods, so that each round ends with a sync; the first of them fills the pipeline.
+    period = actors.config.sync.sync_weights_interval
+    warm_up = -(-args.warm_up // args.batch // period) * period
+    await train(actors, step + 1, warm_up, production)
+    step += warm_up
+    num_steps = -(-args.groups // args.batch // period) * period
     cpu, held, begin = usage.cpu_s(), usage.own_mb(), time.perf_counter()
-    syncing_s, syncs = await train(actors, 1 + warm_up, num_steps, production)
+    syncing_s, syncs = await train(actors, step + 1, num_steps, production)
     seconds, after, grown = time.perf_counter() - begin, usage.cpu_s(), usage.own_mb()
     counts = await actors["producer"].counts.remote()
     assert counts.lost == 0, counts
@@ -312,7 +351,7 @@ async def measure(actors: Actors, args: argparse.Namespace) -> float:
     for name, seconds_of in [*used.items(), ("all", sum(used.values()))]:
         line = f"{name:20}{100 * seconds_of / seconds:6.0f} %{1000 * seconds_of / groups:8.2f} ms"
         print(line + (f"{held[name]:9.0f} MB{grown[name]:9.0f} MB" if name in held else ""), flush=True)
-    return groups / seconds
+    return groups / seconds, step + num_steps
 
 
 # ---------------------------------------------------------------- the limit
@@ -407,8 +446,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--groups", type=int, default=2560)
-    parser.add_argument("--warm-up", type=int, default=256)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--groups", type=int, default=2560, help="groups of a round")
+    parser.add_argument("--warm-up", type=int, default=512, help="groups before each round")
     parser.add_argument("--group-size", type=int, default=8)
     parser.add_argument("--tokens", type=int, default=512)
     parser.add_argument("--batch", type=int, default=64, help="groups a step")
@@ -428,15 +468,10 @@ def main() -> None:
         log_to_driver=False,
     )
     try:
-        limits = {} if args.no_limit else {size: limit(args, 1280, size) for size in (1, MANY["run"])}
         (folder / "model").mkdir()
         save_tokenizer(folder / "model")
         actors = start(configuration(args, folder), str(folder / "model"))
-        rate = asyncio.run(asyncio.wait_for(measure(actors, args), DEADLINE_S))
-        for size, bare in limits.items():
-            print(
-                f"bare actors, {size} groups a call: {bare:.1f} groups/s; production reaches {rate / bare:.2f} of it"
-            )
+        print(json.dumps(asyncio.run(asyncio.wait_for(rounds(actors, args), DEADLINE_S))))
     finally:
         ray.shutdown()
         shutil.rmtree(folder, ignore_errors=True)
