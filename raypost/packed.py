@@ -255,13 +255,19 @@ def unpack_groups(packed: PackedGroups) -> list[Group]:
 
 def _encode_details(group: Group) -> bytes:
     """Return the rows of the group's members as bytes; what siblings share is in there once."""
+    try:
+        return plain_bytes([tuple(getattr(state, name) for name in _DETAILS) for state in group.states])
+    except TypeError as error:
+        raise ValueError(f"group {group.key}: {error}") from error
+
+
+def plain_bytes(value: Any) -> bytes:
+    """Return plain data as bytes. Raises TypeError for anything else: metadata must be plain data."""
     file = io.BytesIO()
     try:
-        _PlainPickler(file, 5).dump(
-            [tuple(getattr(state, name) for name in _DETAILS) for state in group.states]
-        )
-    except (TypeError, pickle.PicklingError) as error:
-        raise ValueError(f"group {group.key}: {error}") from error
+        _PlainPickler(file, 5).dump(value)
+    except (pickle.PicklingError, AttributeError) as error:
+        raise TypeError(f"metadata must be plain data: {error}") from error
     return file.getvalue()
 
 

@@ -31,6 +31,7 @@ from raypost.data.sources import (
     stream_prompts,
 )
 from raypost.errors import ConfigError, RaypostError
+from raypost.packed import plain_bytes
 
 HELD_OUT_LIMIT = 512
 """Default number of prompts that `held_out` looks for."""
@@ -48,12 +49,13 @@ def build_source(task: TaskConfig, seed: int) -> Source | Stream:
 def check_source(task: TaskConfig, seed: int) -> list[Prompt]:
     """Return the first prompts of the task's source, at least one, after reading rows for at most CHECK_S.
 
-    Raises ConfigError if the source is missing, malformed or empty, whatever the reason.
+    Raises ConfigError if the source is missing, malformed or empty, or its prompts have metadata that is no plain data.
     """
     try:
         source, found = _build(task, seed, seconds=CHECK_S), []
         deadline = time.monotonic() + CHECK_S
         for prompt in itertools.islice(_first(source), CHECK_PROMPTS):
+            plain_bytes(prompt.metadata)  # as its group will be packed
             found.append(prompt)
             if time.monotonic() > deadline:
                 break

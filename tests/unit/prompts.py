@@ -7,6 +7,7 @@ import signal
 import threading
 import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -151,3 +152,8 @@ def numbers() -> list[int]:
 
 
 NOT_A_FUNCTION = 3
+
+
+def paths(count: int = 20) -> list[dict[str, Any]]:
+    """Return rows with a field that is no plain data."""
+    return [{**row, "file": Path("rows")} for row in rows(count)]

@@ -397,6 +397,7 @@ def test_a_saved_dataset_with_splits_needs_one_of_them(tmp_path: Path) -> None:
         ("absent_module:rows", {}, "importing absent_module failed"),
         ("tests.unit.prompts:absent", {}, "has no 'absent'"),
         ("tests.unit.prompts:NOT_A_FUNCTION", {}, "is a int and no function"),
+        ("tests.unit.prompts:paths", {}, "metadata holds a pathlib.PosixPath: it must be plain data"),
         ("tests.unit.prompts:sequence", {"cuont": 3}, "cannot be called with source.params {'cuont': 3}"),
         ("tests.unit.prompts:text", {}, "returned a str: it must return a sequence or an iterable"),
         ("tests.unit.prompts:sequence", {"count": 0}, "holds 0 prompts"),
