@@ -468,3 +468,17 @@ def test_what_a_run_is_called_and_why_it_failed_cannot_break_the_page(tmp_path: 
     html = (tmp_path / files.REPORT_HTML).read_text()
     assert "<script" not in html and "&lt;script&gt;" in html
     assert "No train step was recorded" in html
+
+
+@pytest.mark.parametrize("torn", [b"", b'{"step": 9'])
+@pytest.mark.parametrize("width", [1, 70_000, 200_000])
+def test_the_last_line_is_read_without_those_before_it(tmp_path: Path, width: int, torn: bytes) -> None:
+    path = tmp_path / "lines"
+    assert files.read_last_line(path) == {}
+    path.write_bytes(torn)
+    assert files.read_last_line(path) == {}
+    for step in range(3):
+        path.write_bytes(
+            b"".join(b'{"step": %d, "text": "%s"}\n' % (n, b"x" * width) for n in range(step + 1)) + torn
+        )
+        assert files.read_last_line(path)["step"] == step
