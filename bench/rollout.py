@@ -1,6 +1,6 @@
 """Tokens a second of a request's whole path, against bare AsyncLLM, on one engine, in one run.
 
-    python -m bench.rollout                       # some four minutes
+    python -m bench.rollout                       # some six minutes
     python -m bench.rollout --at-once 128 --lengths long
 
 The path is the one of the main job, started by its launcher, every role in a process of its own: agent loops, rollout
@@ -292,7 +292,7 @@ async def cases(args: argparse.Namespace, folder: Path, at_once: int) -> list[di
     model_folder.mkdir()
     model = make_model(model_folder)
     in_flight = max(1, round(args.ahead * at_once / GROUP_SIZE))
-    num_groups = args.groups or at_once // 2
+    num_groups = args.groups or at_once * 5 // 16
     rounds: dict[str, tuple[Way, Way]] = {kind: (Way(), Way()) for kind in args.lengths}
     async with started(configuration(folder, model_folder, args, at_once), model) as agents:
         worker = ray.get_actor(WORKER)
@@ -356,7 +356,12 @@ def main() -> None:
     )
     parser.add_argument("--lengths", nargs="+", default=["equal", "long"], choices=["equal", "long"])
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--groups", type=int, default=0, help="groups of 8 a round; 0: half of --at-once")
+    parser.add_argument(
+        "--groups",
+        type=int,
+        default=0,
+        help="groups of 8 a round; 0: 2.5 times as many requests as --at-once",
+    )
     parser.add_argument("--ahead", type=float, default=2.0, help="requests given at once, of --at-once")
     parser.add_argument("--agents", type=int, default=1, help="agent-loop actors")
     parser.add_argument("--compiled", action="store_true", help="enforce_eager: false")
