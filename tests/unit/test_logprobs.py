@@ -170,8 +170,9 @@ def test_barred_tokens_have_no_probability_before_anything_is_cut(
     top_p: float | None, top_k: int | None
 ) -> None:
     logits, temperatures = random_logits(4, 9, 3)
-    barred = [[0, 5], [5, -1], [-1, -1], [0, 1]]
     rows = (logits / temperatures[:, None]).tolist()
+    likely = logits.argsort(-1, descending=True).tolist()
+    barred = [[likely[0][0], likely[0][1]], [likely[1][0], -1], [-1, -1], [likely[3][1], likely[3][3]]]
     kept = []
     for row, ids in zip(rows, barred, strict=True):
         left = [v for v in range(9) if v not in ids]
