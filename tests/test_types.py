@@ -29,8 +29,8 @@ MISTAKES = [
     ),
     (
         "jobs/roles.py",
-        "await self.broadcaster.broadcast(version)",
-        "await self.broadcaster.broadcast(str(version))",
+        "await self.broadcaster.broadcast(version, check=not at_once)",
+        "await self.broadcaster.broadcast(str(version), check=not at_once)",
         'Argument 1 to "broadcast" of "BroadcasterRole" has incompatible type "str"; expected "int"  [arg-type]',
     ),
     (
