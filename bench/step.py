@@ -10,8 +10,8 @@ and with a colocated vLLM (`trl_vllm`).
 
 asynchronous: lengths with a long tail (mean 136, max 384 tokens, the same for all samples of a prompt), staleness at
 most 4. Sides: raypost; an engine that is always full and a trainer that always has a batch, both at once on the two
-cores with nothing between them (`bare`: the slower of the two, the physical limit); TRL's AsyncGRPOTrainer with a vLLM
-server (`trl_async`). raypost has its defaults but for what is said here.
+cores with nothing between them (`bare`: the slower of the two, the physical limit). raypost has its defaults but for
+what is said here.
 
 All sides have one model of 0.8 million parameters with random weights, the same lengths and about the same rewards.
 Each is a process that starts once; then they take turns, round after round. The last line of the output is one JSON
@@ -57,7 +57,7 @@ SETTINGS = {
         ("trl",),
         ("trl_vllm",),
     ),
-    "asynchronous": (("raypost",), ("engine_only", "trainer_only"), ("trl_async",)),
+    "asynchronous": (("raypost",), ("engine_only", "trainer_only")),
 }
 """Sides of each setting; those that stand together have their turns at once."""
 TURN_S = {"synchronous": 6.0, "asynchronous": 15.0}
@@ -256,7 +256,7 @@ def figures(setting: str, rounds: list[dict[str, float]], foreign: list[float]) 
     }
     best = max(ratios, key=lambda own: statistics.median(one[own] for one in rounds), default=None)
     of_best = ratios.get(best or "", {})
-    peers = [of_best[name] for name in ("trl_vllm", "trl", "trl_async") if name in of_best]
+    peers = [of_best[name] for name in ("trl_vllm", "trl") if name in of_best]
     return {
         "groups_per_s": {name: spread([one[name] for one in rounds]) for name in names},
         "ratios": ratios,

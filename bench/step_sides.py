@@ -53,11 +53,6 @@ def prompt_of(number: int) -> str:
     return " + ".join(str(number // 8**k % 8 + 1) for k in range(4)) + " ="
 
 
-def number_of(prompt: str) -> int:
-    """Return the number of a prompt."""
-    return sum((int(term) - 1) * 8**k for k, term in enumerate(prompt.removesuffix(" =").split(" + ")))
-
-
 PROMPTS = [prompt_of(number) for number in range(4096)]
 
 
@@ -350,10 +345,7 @@ def trl(setup: Setup, turns: Turns, name: str) -> None:
     # Not installed for users, only for developers.
     from bench import step_trl
 
-    if name == "trl_async":
-        step_trl.asynchronous(setup, turns)
-    else:
-        step_trl.synchronous(setup, turns, colocated_vllm=name == "trl_vllm")
+    step_trl.synchronous(setup, turns, colocated_vllm=name == "trl_vllm")
 
 
 SIDES: dict[str, Callable[[Setup, Turns], None]] = {
@@ -363,7 +355,7 @@ SIDES: dict[str, Callable[[Setup, Turns], None]] = {
     "alone": alone,
     "engine_only": engine_only,
     "trainer_only": trainer_only,
-    **{name: functools.partial(trl, name=name) for name in ("trl", "trl_vllm", "trl_async")},
+    **{name: functools.partial(trl, name=name) for name in ("trl", "trl_vllm")},
 }
 
 
