@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 from typing import Any, Unpack
 
 from pydantic import ValidationError
@@ -27,7 +26,6 @@ from raypost.pause import PauseMode
 from raypost.production.producer import TaskRuntime
 from raypost.production.strategy import AsyncProduceStrategy, build_strategy
 from raypost.protocols import AgentLoop, Generator
-from raypost.staleness import NEVER
 
 CLOCKLESS = {"enable_partial_rollout", "drop_uniform_rewards", "is_valid"}
 """Fields of a strategy that mean the same without train steps."""
@@ -116,17 +114,8 @@ class OnDemandStrategy(AsyncProduceStrategy):
             )
         if num_groups < 1:
             raise ConfigError(f"num_groups must be >= 1, got {num_groups}")
-        super().__init__(config, sync_weights_interval=1)
-        self.limits = replace(self.limits, stale_threshold=None)
+        super().__init__(config, sync_weights_interval=1, ages=False)
         self._num_groups = num_groups
-
-    def last_step(self, version: int) -> int:
-        """Return a step that does not come: nothing grows too old."""
-        return NEVER
-
-    def is_production_expired(self, future_step: int, version: int) -> bool:
-        """Never."""
-        return False
 
     def waits_for_consumer(self, future_step: int, next_consumer_step: int) -> bool:
         """Each step is one group."""

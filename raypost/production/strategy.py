@@ -77,8 +77,10 @@ class AsyncProduceStrategy:
         sync_weights_interval: int,
         is_valid: IsValid | None = None,
         should_continue: ShouldContinue | None = None,
+        *,
+        ages: bool = True,
     ) -> None:
-        """Use the functions that the configuration names, unless others are given.
+        """Use the functions that the configuration names, unless others are given. `ages`: whether groups grow too old.
 
         Raises ConfigError if one of them cannot be imported.
         """
@@ -91,7 +93,7 @@ class AsyncProduceStrategy:
         self._should_continue = should_continue
         token_bound = config.max_token_staleness
         self.limits = TaskLimits(
-            stale_threshold=config.stale_threshold(sync_weights_interval),
+            stale_threshold=config.stale_threshold(sync_weights_interval) if ages else None,
             token_stale_threshold=(
                 None if token_bound is None else stale_threshold(token_bound, sync_weights_interval)
             ),
@@ -100,7 +102,7 @@ class AsyncProduceStrategy:
         )
         """How the buffer ages this task's groups."""
         bounds = (self.limits.stale_threshold, self.limits.token_stale_threshold)
-        self.horizon = min(bound for bound in bounds if bound is not None)
+        self.horizon = min((bound for bound in bounds if bound is not None), default=NEVER)
         """How many steps beyond the served version may be worked for: as many as the nearest bound allows."""
 
     @property
@@ -122,7 +124,7 @@ class AsyncProduceStrategy:
 
     def last_step(self, version: int) -> int:
         """Return the last step that may train a group that `version` makes."""
-        return version + self.horizon
+        return min(version + self.horizon, NEVER)
 
     def is_production_expired(self, future_step: int, version: int) -> bool:
         """Return whether groups made now would be too old for `future_step`: only newer weights help."""
