@@ -1,12 +1,17 @@
-"""JudgeWorker: hosts the judges of all tasks. It holds no state, so a call may be repeated on any worker."""
+"""JudgeWorker: hosts the judges of all tasks.
+
+It holds figures and processes of functions, but no results, so a call may be repeated on any worker.
+"""
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Mapping
+from typing import Any
 
 from actors.remote import CallBatches
 from raypost.config import TaskConfig
-from raypost.judges import RewardModel, build_judge
+from raypost.judges import RewardModel, TaskJudge
 from raypost.types import RolloutState
 
 
@@ -19,7 +24,7 @@ class JudgeWorker(CallBatches):
         """`reward_models`: those that the tasks' judges name."""
         super().__init__()
         self._name = name
-        self._judges = {task.name: build_judge(task, reward_models) for task in tasks}
+        self._judges = {task.name: TaskJudge(task, reward_models) for task in tasks}
 
     def __repr__(self) -> str:
         """Return the actor's name."""
@@ -30,3 +35,12 @@ class JudgeWorker(CallBatches):
         if not states:
             return []
         return await self._judges[states[0].task].judge(states)
+
+    async def drain_figures(self) -> dict[str, Any]:
+        """Return the JudgeFigures of each task since the last call."""
+        drained = {task: judge.drain_figures() for task, judge in self._judges.items()}
+        return {task: figures for task, figures in drained.items() if figures is not None}
+
+    async def shutdown(self) -> None:
+        """End the processes of functions."""
+        await asyncio.gather(*(judge.close() for judge in self._judges.values()))

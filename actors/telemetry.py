@@ -36,7 +36,7 @@ SAMPLE_S = 5.0
 GROWTH = 1.02
 """Of the memory roughly, from which it is measured again."""
 DEADLINE_S = 5.0
-METHODS = ("drain_spans", "stats", "counts")
+METHODS = ("drain_spans", "drain_figures", "stats", "counts")
 """What is asked of every source that has it."""
 
 
@@ -69,6 +69,10 @@ class Telemetry:
         self._tokens: dict[str, int] = {}
         self._tokens_generated = 0
         self._counts: GroupCounts | None = None
+        self._judging = {task.name: metrics.JudgeFigures() for task in config.tasks}
+        """What judges did since the last step, by task."""
+        self._judged = {task.name: metrics.JudgeFigures() for task in config.tasks}
+        """The same since the session began."""
         self._unreachable: collections.Counter[str] = collections.Counter()
         self._memory = MemoryWatch()
         self._sampled_s = 0.0
@@ -82,7 +86,9 @@ class Telemetry:
     async def log(self, step: int, values: Mapping[str, Any]) -> None:
         """Record train step `step`. A repeated step replaces the first."""
         self._check()
-        self._writer.write_step(step, values)
+        judged = {task: figures.drain() for task, figures in self._judging.items() if figures.calls}
+        of_judges = [figures.metrics(task) for task, figures in judged.items()]
+        self._writer.write_step(step, dict(collections.ChainMap(dict(values), *of_judges)))
         self._gauges.step(step, values)
 
     async def log_eval(self, step: int, scores: Mapping[str, Any]) -> None:
@@ -155,18 +161,29 @@ class Telemetry:
         if self._counts is not None:
             self._writer.write_counts(self._counts)
             self._counts = None
-        self._writer.write_usage(self._memory.peak_bytes, self._tokens_generated or None, self._unreachable)
+        judges = {task: figures.as_dict() for task, figures in self._judged.items() if figures.calls}
+        self._writer.write_usage(
+            self._memory.peak_bytes, self._tokens_generated or None, self._unreachable, judges=judges
+        )
 
     def _take(self, method: str, answer: Any) -> None:
         if method == "drain_spans":
             spans: list[Span] = answer
             self._writer.write_spans(spans)
+        elif method == "drain_figures":
+            self._count_judging(answer)
         elif method == "stats":
             stats: list[WorkerStats] = answer
             self._count_tokens(stats)
         elif isinstance(answer, GroupCounts):
             self._counts = answer
             self._gauges.groups(answer)
+
+    def _count_judging(self, answer: dict[str, metrics.JudgeFigures]) -> None:
+        for task, figures in answer.items():
+            self._judging[task].add(figures)
+            self._judged[task].add(figures)
+            self._gauges.judge(task, figures)
 
     def _count_tokens(self, stats: list[WorkerStats]) -> None:
         new = 0
@@ -199,7 +216,7 @@ _GAUGES = {
 
 
 class _Gauges:
-    """What Prometheus sees, as ray_raypost_...; `run` is the only label beside `state`."""
+    """What Prometheus sees, as ray_raypost_...; labels beside `run` are `state`, and of judges `task` and `part`."""
 
     def __init__(self, run: str) -> None:
         tags = {"run": run}
@@ -210,6 +227,16 @@ class _Gauges:
         self._groups.set_default_tags(tags)
         self._tokens = Counter("raypost_tokens_total", "Tokens the engines generated", ("run",))
         self._tokens.set_default_tags(tags)
+        self._part = Gauge("raypost_reward_part", "Mean of a part of the reward", ("run", "task", "part"))
+        self._judge_s = Gauge("raypost_judge_seconds", "Mean duration of a judge's call", ("run", "task"))
+        self._judge_failed = Counter(
+            "raypost_judge_failed_total", "Responses without a score", ("run", "task")
+        )
+        self._judge_retries = Counter(
+            "raypost_judge_retries_total", "Repeated calls of a judge", ("run", "task")
+        )
+        for one in (self._part, self._judge_s, self._judge_failed, self._judge_retries):
+            one.set_default_tags(tags)
         self._last_s: float | None = None
 
     def set(self, **values: float | None) -> None:
@@ -230,6 +257,14 @@ class _Gauges:
     def groups(self, counts: GroupCounts) -> None:
         for state, count in counts.as_dict().items():
             self._groups.set(count, tags={"state": state})
+
+    def judge(self, task: str, figures: metrics.JudgeFigures) -> None:
+        self._judge_s.set(figures.seconds / max(1, figures.calls), tags={"task": task})
+        for part, mean in figures.part_means().items():
+            self._part.set(mean, tags={"task": task, "part": part})
+        for counter, count in ((self._judge_failed, figures.failed), (self._judge_retries, figures.retries)):
+            if count:
+                counter.inc(count, tags={"task": task})
 
     def tokens(self, new: int, running: int) -> None:
         now = time.monotonic()

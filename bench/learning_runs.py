@@ -26,7 +26,7 @@ from raypost.data.prompt import Prompt, render
 from raypost.data.sampler import Sampler
 from raypost.data.task_source import build_source, held_out
 from raypost.data.tokenizer import Tokenizer
-from raypost.judges.rules import build_judge
+from raypost.judges import build_judge
 from raypost.models.resolve import resolve_model
 from raypost.protocols import Judge
 from raypost.types import RolloutState, SampleParams

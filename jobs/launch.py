@@ -75,6 +75,7 @@ WATCHED = (
     "weight-broadcaster",
     "evaluator",
     "evaluation-broadcaster",
+    "judge-",
     "trainer-",
     "critic-",
     "reference-",
@@ -95,6 +96,7 @@ class Launcher:
     """The bundles that engines and ranks share."""
     _pools: dict[str, RolloutPool] = field(default_factory=dict)
     _reward_workers: list[ActorHandle] = field(default_factory=list)
+    _judges: list[ActorHandle] = field(default_factory=list)
     _trainer: TrainerGroup | None = None
 
     async def __aenter__(self) -> Self:
@@ -108,7 +110,7 @@ class Launcher:
         ending = [pool.shutdown() for pool in self._pools.values()]
         ending += [
             within(worker.shutdown.remote(), CALL_TIMEOUT_S, f"{worker} to end")
-            for worker in self._reward_workers
+            for worker in (*self._reward_workers, *self._judges)
         ]
         if self._trainer is not None:
             ending.append(self._trainer.shutdown())
@@ -242,7 +244,8 @@ class Launcher:
         reward_models = self._reward_models()
         names = [bundle.name for bundle in self._bundles("judge")]
         for name in names:
-            self._add(JudgeWorker, name, self.cfg.tasks, reward_models, name=name, max_restarts=-1)
+            judge = self._add(JudgeWorker, name, self.cfg.tasks, reward_models, name=name, max_restarts=-1)
+            self._judges.append(judge)
         return remote(names, Judge, timeout_s=self._request_s, many=MANY)
 
     def _reward_models(self) -> dict[str, RewardModelPool]:

@@ -44,7 +44,9 @@ if TYPE_CHECKING:
         GroupCounts,
         ProduceBatchStatus,
         RolloutState,
+        Sample,
         SampleParams,
+        Score,
         Status,
     )
 
@@ -78,7 +80,9 @@ __all__ = [
     "RaypostError",
     "RolloutControl",
     "RolloutState",
+    "Sample",
     "SampleParams",
+    "Score",
     "SingleTurnAgentLoop",
     "StaleWeightsError",
     "Status",
@@ -108,7 +112,8 @@ _MODULES = {
     "raypost.ledger.ledger": "Ledger",
     "raypost.protocols": "AgentLoop Generator Judge RolloutControl",
     "raypost.types": (
-        "GenerateRequest GenerateResult Group GroupCounts ProduceBatchStatus RolloutState SampleParams Status"
+        "GenerateRequest GenerateResult Group GroupCounts ProduceBatchStatus RolloutState Sample "
+        "SampleParams Score Status"
     ),
 }
 _MODULE_OF = {name: module for module, names in _MODULES.items() for name in names.split()}

@@ -25,6 +25,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from raypost.config import Config, load_config
+from raypost.config.tasks import function_file
 from raypost.errors import ConfigError, RaypostError
 from raypost.plan.cluster import ClusterResources
 
@@ -242,6 +243,14 @@ def submit_command(
             f"--config {config} lies outside {root}, which is what travels to the job: move it there"
         )
     resolved = load_config(config, overrides)
+    for task in resolved.tasks:
+        for place, judge in task.judge.every():
+            file = function_file(judge.function)
+            if file is not None and not (config.parent / file).resolve().is_relative_to(root):
+                raise ConfigError(
+                    f"task {task.name!r}: {place}.function {judge.function!r} lies outside {root}, which is what "
+                    "travels to the job: move its file there"
+                )
     nodes = ClusterResources.of_dashboard(address, _token()).nodes
     # Elsewhere model, data and run folder are the cluster's, not this machine's.
     if parts.hostname in LOOPBACK:

@@ -1,4 +1,4 @@
-"""Names of metrics, and reading one from a record.
+"""Names of metrics, reading one from a record, and the figures of judges, which several judges add to.
 
 A train step's record, in metrics.jsonl and TensorBoard, is what the trainer returns, what production reports with the
 batch, and what the driver adds; an evaluation's scores are records of their own. Every name is defined here, once.
@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, replace
 from numbers import Real
 from typing import Any
 
@@ -87,6 +88,16 @@ EXPIRED_BATCH = "expired_batch"
 RAW_REWARD_MEAN = "raw_reward_mean"
 """Of all judged samples, before any filter."""
 
+# Judges, as `<name>/<task>`: what they did since the step before, as far as telemetry has heard of it.
+JUDGE_S = "judge_s"
+"""Mean seconds of a call, which scores a group."""
+JUDGE_S_MAX = "judge_s_max"
+JUDGE_FAILED = "judge_failed"
+"""Responses that got no score."""
+JUDGE_RETRIES = "judge_retries"
+REWARD_PART = "reward_part"
+"""As `reward_part/<task>/<part>`: mean of a part of the reward, of all judged samples before any filter."""
+
 # The driver.
 SYNC_S = "sync_s"
 DRIVER_RSS_BYTES = "driver_rss_bytes"
@@ -98,6 +109,89 @@ EVAL_FAILED = "eval_failed"
 """Responses of an evaluation that have no score."""
 EVAL_TOKENS_MEAN = "eval_tokens_mean"
 """Of an evaluation's responses, failed ones included."""
+
+
+def of_task(name: str, task: str) -> str:
+    """Return the name of a metric of one task."""
+    return f"{name}/{task}"
+
+
+def reward_part(task: str, part: str) -> str:
+    """Return the name of the mean of a part of a task's rewards."""
+    return f"{REWARD_PART}/{task}/{part}"
+
+
+@dataclass(slots=True, kw_only=True)
+class JudgeFigures:
+    """What judges did for one task over some time: sums."""
+
+    calls: int = 0
+    """Of groups, or what was left of them."""
+    seconds: float = 0.0
+    """Of all calls; waiting for the judge's turn is part of it."""
+    seconds_max: float = 0.0
+    failed: int = 0
+    """Responses that got no score."""
+    retries: int = 0
+    """Calls that were made once more because a function's process died."""
+    parts: dict[str, tuple[float, int]] = field(default_factory=dict)
+    """(sum, number of responses) of every part of the rewards by name; evaluation's are left out."""
+
+    def count(self, seconds: float, num_failed: int = 0) -> None:
+        """Count one call."""
+        self.calls += 1
+        self.seconds += seconds
+        self.seconds_max = max(self.seconds_max, seconds)
+        self.failed += num_failed
+
+    def count_retry(self) -> None:
+        """Count a call that is made once more."""
+        self.retries += 1
+
+    def count_parts(self, parts: Mapping[str, float]) -> None:
+        """Count the parts of one reward."""
+        self._add_parts({name: (value, 1) for name, value in parts.items()})
+
+    def _add_parts(self, parts: Mapping[str, tuple[float, int]]) -> None:
+        for name, (value, number) in parts.items():
+            before = self.parts.get(name, (0.0, 0))
+            self.parts[name] = (before[0] + value, before[1] + number)
+
+    def add(self, other: JudgeFigures) -> None:
+        """Add those of another time or another judge."""
+        self.calls += other.calls
+        self.seconds += other.seconds
+        self.seconds_max = max(self.seconds_max, other.seconds_max)
+        self.failed += other.failed
+        self.retries += other.retries
+        self._add_parts(other.parts)
+
+    def drain(self) -> JudgeFigures:
+        """Return a copy, and begin again at zero."""
+        copy = replace(self)
+        self.calls = self.failed = self.retries = 0
+        self.seconds = self.seconds_max = 0.0
+        self.parts = {}
+        return copy
+
+    def part_means(self) -> dict[str, float]:
+        """Return the mean of every part."""
+        return {name: value / number for name, (value, number) in self.parts.items()}
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return the sums as plain data."""
+        return asdict(self)
+
+    def metrics(self, task: str) -> dict[str, float]:
+        """Return the figures under their names in a step's record."""
+        named = {
+            JUDGE_S: self.seconds / max(1, self.calls),
+            JUDGE_S_MAX: self.seconds_max,
+            JUDGE_FAILED: self.failed,
+            JUDGE_RETRIES: self.retries,
+        }
+        parts = {reward_part(task, name): value for name, value in self.part_means().items()}
+        return {of_task(name, task): value for name, value in named.items()} | parts
 
 
 def pass_at(k: int) -> str:

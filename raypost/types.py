@@ -9,7 +9,7 @@ length, after any number of partial continuations too.
 
 from __future__ import annotations
 
-from collections.abc import Generator, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any, Literal, Protocol, TypeVar, cast
@@ -248,6 +248,43 @@ class Group:
     def num_tokens(self) -> int:
         """Response tokens of all members together."""
         return sum(state.num_tokens for state in self.states)
+
+
+@dataclass(slots=True, kw_only=True, frozen=True)
+class Sample:
+    """One finished response, as a reward function sees it. Functions ask for its fields by name."""
+
+    prompt: str
+    """Text of the prompt, before any chat template."""
+    response: str
+    """Text of the response."""
+    prompt_ids: IntArray
+    response_ids: IntArray
+    """What the policy sampled, token by token."""
+    answer: str | None
+    """The data's answer; None where it has none."""
+    metadata: dict[str, Any]
+    """The other columns of the data's row, with `question` and `answer`. What a function writes here is not kept."""
+    turns: list[dict[str, str]]
+    """The conversation: messages with `role` and `content`."""
+
+
+class Score(float):
+    """A reward, and the named parts that it is made of; as a number it is the reward."""
+
+    __slots__ = ("parts",)
+    parts: dict[str, float]
+
+    def __new__(cls, reward: float, parts: Mapping[str, float] | None = None) -> Score:
+        """`parts`: figures by name, which become metrics of the task and change nothing else."""
+        score = super().__new__(cls, reward)
+        score.parts = dict(parts or {})
+        return score
+
+    @property
+    def reward(self) -> float:
+        """The reward alone."""
+        return float(self)
 
 
 GroupKey = tuple[str, int]

@@ -3,13 +3,14 @@
 Owns the order of generating and judging. Owns neither routing (the generator) nor scoring (the judge).
 
     INIT, ABORTED, EXPIRED -> generate -> finished -> judged -> COMPLETED
-                                  |          +- judging interrupted -> ABORTED, tokens kept
+                                  |          +- a sibling or judging interrupted -> ABORTED, tokens kept
                                   +- pause -> ABORTED          +- JudgeError -> FAILED
 
 Of a pause, "keep" and "wait" concern the generator alone: judging goes on during the one and is waited for by
 the other. "abort" also calls `interrupt`, again and again, because judging may begin between two calls.
 
-Invariants: those of GroupLoop; a COMPLETED member is neither generated nor judged again.
+Invariants: those of GroupLoop; a COMPLETED member is neither generated nor judged again; members that were generated
+together or one after the other are judged in one call.
 """
 
 from __future__ import annotations
@@ -49,7 +50,13 @@ class SingleTurnAgentLoop(GroupLoop):
         Raises only errors that are no member's: a generator or judge whose process is gone, or a bug.
         """
         # Not COMPLETED before it is judged: cancelled here, a member must not look finished.
-        if finished := await self._each(group, self._respond):
+        finished = await self._each(group, self._respond)
+        done = {state.sample_index for state in finished}
+        if any(s.status is Status.ABORTED and s.sample_index not in done for s in group.states):
+            # They are judged with the others, when those are done: a judge may compare them.
+            for state in finished:
+                state.status = Status.ABORTED
+        elif finished:
             await self._score(finished)
         return group
 

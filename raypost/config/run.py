@@ -264,18 +264,23 @@ class Config(ConfigModel):
     def _reward_model_problems(self) -> list[str]:
         problems = []
         models = [model.name for model in self.reward_models]
-        named = {task.name: task.judge.reward_model for task in self.tasks if task.judge.reward_model}
+        named = [
+            (f"task {task.name!r}: {place}", judge.reward_model)
+            for task in self.tasks
+            for place, judge in task.judge.every()
+            if judge.reward_model
+        ]
         if len(set(models)) != len(models):
             problems.append(f"reward_models need different names, got {models}: rename one")
         problems += [
-            f"task {task!r}: judge.reward_model is {name!r}, but reward_models has {models}: name one of these"
-            for task, name in named.items()
+            f"{place}.reward_model is {name!r}, but reward_models has {models}: name one of these"
+            for place, name in named
             if name not in models
         ]
         problems += [
             f"reward_models has {name!r}, which no task's judge.reward_model names: remove it"
             for name in models
-            if name not in named.values()
+            if name not in dict(named).values()
         ]
         return problems
 
@@ -335,13 +340,16 @@ def load_config(path: Path, overrides: list[str] | None = None) -> Config:
         raise ConfigError(f"{path} must hold a mapping, got {type(raw).__name__}")
     for override in overrides or []:
         _apply_override(raw, override)
-    return parse_config(raw, origin=str(path))
+    return parse_config(raw, origin=str(path), folder=path.parent)
 
 
-def parse_config(raw: dict[str, Any], origin: str = "configuration") -> Config:
-    """Validate plain data. Raises ConfigError listing every problem with its place and value."""
+def parse_config(raw: dict[str, Any], origin: str = "configuration", folder: Path | None = None) -> Config:
+    """Validate plain data; files of functions are relative to `folder`, or to the current one.
+
+    Raises ConfigError listing every problem with its place and value.
+    """
     try:
-        return Config.model_validate(raw)
+        return Config.model_validate(raw, context={"folder": folder or Path()})
     except ValidationError as error:
         lines = [line for item in error.errors(include_url=False) for line in _problem_lines(item)]
         raise ConfigError("\n  ".join([f"{origin}: {len(lines)} problem(s)", *lines])) from None
@@ -365,7 +373,7 @@ def _suggestion(loc: tuple[int | str, ...]) -> str:
     """Return the known key of the same mapping that looks most like the unknown one, as a question."""
     model: Any = Config
     for part in loc[:-1]:
-        if isinstance(part, str):
+        if isinstance(part, str) and part in model.model_fields:  # else it is a key of a mapping
             model = model.model_fields[part].annotation
             model = next((inner for inner in get_args(model) if isinstance(inner, type)), model)
     near = get_close_matches(str(loc[-1]), model.model_fields, n=1)

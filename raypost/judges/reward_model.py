@@ -40,10 +40,11 @@ class RewardModel(Protocol):
 class RewardModelJudge:
     """Gives the score of a reward model for the task's prompt and the response."""
 
-    def __init__(self, model: RewardModel, task: TaskConfig) -> None:
-        """`task`: its prompt template makes the prompt that the model reads."""
+    def __init__(self, model: RewardModel, task: TaskConfig, name: str | None = None) -> None:
+        """Read prompts as `task` makes them. `name`: the model's, in errors; None: that of the task's judge."""
         self._model = model
         self._task = task
+        self._name = name or task.judge.reward_model
 
     async def judge(self, states: list[RolloutState]) -> list[float]:
         """Return one score for each state. Raises JudgeError naming the first without one."""
@@ -56,7 +57,7 @@ class RewardModelJudge:
     async def _score(self, state: RolloutState) -> float:
         who = (
             f"task {state.task!r}, group {state.group_id}, sample {state.sample_index}: "
-            f"reward model {self._task.judge.reward_model!r}"
+            f"reward model {self._name!r}"
         )
         if "question" not in state.metadata:
             raise JudgeError(f"{who} has no prompt to read: the trajectory's metadata lacks 'question'")

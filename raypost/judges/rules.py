@@ -10,14 +10,10 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
-from raypost.config import JudgeConfig, TaskConfig
-from raypost.data.gym import gym_dataset
-from raypost.errors import ConfigError, JudgeError
-from raypost.judges.reward_model import RewardModel, RewardModelJudge
-from raypost.protocols import Judge
+from raypost.errors import JudgeError
 from raypost.types import RolloutState
 
 Scorer = Callable[[str, dict[str, Any]], float]
@@ -62,24 +58,6 @@ def extract_answer(response: str, pattern: re.Pattern[str] | None) -> str | None
     return (matches[-1].group(1) or "").strip() if matches else None
 
 
-def build_judge(task: TaskConfig, reward_models: Mapping[str, RewardModel] | None = None) -> Judge:
-    """Return the judge of `task`. Raises ConfigError for an unknown reasoning-gym dataset or reward model."""
-    judge: JudgeConfig = task.judge
-    if judge.kind == "reward_model":
-        model = (reward_models or {}).get(judge.reward_model or "")
-        if model is None:
-            raise ConfigError(
-                f"task {task.name!r}: judge.reward_model is {judge.reward_model!r}, but there are "
-                f"{sorted(reward_models or {})}: name one of reward_models"
-            )
-        return RewardModelJudge(model, task)
-    if judge.kind == "exact":
-        return RuleJudge(_exact, judge.answer_pattern)
-    dataset = gym_dataset(task.source, seed=0, part=0)
-    return RuleJudge(
-        lambda answer, metadata: dataset.score_answer(answer, metadata["entry"]), judge.answer_pattern
-    )
-
-
-def _exact(answer: str, metadata: dict[str, Any]) -> float:
+def exact(answer: str, metadata: dict[str, Any]) -> float:
+    """Return 1 if the answer equals that of the metadata, else 0."""
     return float(answer == str(metadata["answer"]).strip())

@@ -46,6 +46,9 @@ REVISION = 1
 DATASET = "chain_sum"
 """The only reasoning-gym dataset that the model's vocabulary can read."""
 
+READABLE = re.compile(r"State the final answer to the following arithmetic problem: \d+( [+-] \d+)* =")
+"""What a prompt must look like to consist of words of the model: a sum as that dataset asks for it."""
+
 MAX_POSITIONS = 256
 """Longest prompt and response together, tokens."""
 

@@ -1,7 +1,7 @@
 """Checks of a configuration against its model, its data and its run folder.
 
 Each function gives all problems it finds, each with the value, the bound and the fix; none raises, writes
-or starts anything, and none takes longer than about a second.
+or starts anything that outlives it, and none takes longer than about a second; a reward function may take more.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from raypost.data.prompt import render
 from raypost.data.task_source import check_source, held_out
 from raypost.data.tokenizer import Tokenizer
 from raypost.errors import ConfigError
+from raypost.judges.function import try_function
 from raypost.judges.reward_model import check_reward_model
 from raypost.models import tiny
 from raypost.models.resolve import SMOLLM2, TINY, check_model
@@ -31,6 +32,9 @@ P = ParamSpec("P")
 
 CONFIG_FILE = "config.yaml"
 """The resolved configuration in a run folder; it tells which run the folder holds."""
+
+NUM_TRIAL_PROMPTS = 3
+"""Prompts that a reward function is tried on before a run."""
 
 PROMPT_CHECK_S = 0.3
 """How long prompts of a task are tokenised before a run starts, at most."""
@@ -103,11 +107,13 @@ def composition_problems(config: Config) -> Iterator[str]:
 def _reward_model_problems(config: Config) -> Iterator[str]:
     """Check that reward models exist, can score, and are asked."""
     for task in config.tasks:
-        if task.judge.reward_model is not None and task.agent_loop.kind == "environment":
-            yield (
-                f"task {task.name!r}: judge.reward_model is {task.judge.reward_model!r}, but agent_loop.kind is "
-                "environment, which gives the rewards itself and asks no judge: leave the judge out, or use single_turn"
-            )
+        for place, judge in task.judge.every():
+            named = {"reward_model": judge.reward_model, "function": judge.function}.get(judge.kind)
+            if named is not None and task.agent_loop.kind == "environment":
+                yield (
+                    f"task {task.name!r}: {place}.{judge.kind} is {named!r}, but agent_loop.kind is environment, which "
+                    "gives the rewards itself and asks no judge: leave the judge out, or use single_turn"
+                )
     for model in config.reward_models:
         folder = Path(model.model).expanduser()
         if model.model in (TINY, SMOLLM2):
@@ -172,22 +178,38 @@ def source_problems(config: Config) -> Iterator[str]:
                 _unknown_gym_names(task)
                 or _prompt_problems(task, config, tokenizer)
                 or _unreadable(task, config)
+                or _function_problems(task, config)
             )
         except ConfigError as error:
             yield str(error)
 
 
+def _function_problems(task: TaskConfig, config: Config) -> Iterator[str]:
+    """Check that the task's reward functions score the first prompts: each is called, in a process of its own."""
+    functions = [(place, judge) for place, judge in task.judge.every() if judge.kind == "function"]
+    if not functions or task.agent_loop.kind != "single_turn":
+        return
+    prompts = check_source(task, config.seed)[:NUM_TRIAL_PROMPTS]
+    for place, judge in functions:
+        if (problem := try_function(task, judge, prompts)) is not None:
+            yield (
+                f"task {task.name!r}: {place}.{judge.kind}: {problem}. It must give a finite number for any response: "
+                "a wrong answer is a low score; docs/judges.md has the forms of functions"
+            )
+
+
 def _unreadable(task: TaskConfig, config: Config) -> list[str]:
     """Check that the model `tiny`, if that is trained, has words for the source's text."""
-    if config.model.name != TINY or (task.source.kind, task.source.dataset) == (
-        "reasoning_gym",
-        tiny.DATASET,
-    ):
+    if config.model.name != TINY:
         return []
-    return [
-        f"task {task.name!r}: the model {TINY!r} can read nothing but reasoning-gym's {tiny.DATASET}, and the source "
-        f"is {task.source.dataset!r}: use that, or another model"
-    ]
+    for prompt in check_source(task, config.seed):
+        if not tiny.READABLE.fullmatch(prompt.text):
+            return [
+                f"task {task.name!r}: the model {TINY!r} can read nothing but sums as reasoning-gym's {tiny.DATASET} "
+                f"writes them, and the source {task.source.dataset!r} has the prompt {prompt.text!r:.80}: use such "
+                "sums, or another model"
+            ]
+    return []
 
 
 def _unknown_gym_names(task: TaskConfig) -> list[str]:
@@ -283,5 +305,5 @@ def _differences(there: Any, here: Any, place: str = "") -> list[str]:
     elif isinstance(there, list) and isinstance(here, list) and len(there) == len(here):
         pairs = [(f"{place}.{n}", a, b) for n, (a, b) in enumerate(zip(there, here, strict=True))]
     else:
-        return [] if there == here else [f"{place.lstrip('.')}: {there!r} there, {here!r} here"]
+        return [] if there == here else [f"{place.lstrip('.')}: {there!r:.80} there, {here!r:.80} here"]
     return [line for where, a, b in pairs for line in _differences(a, b, where)]

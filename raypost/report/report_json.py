@@ -72,6 +72,7 @@ def build_report(record: RunRecord, config: Config) -> dict[str, Any]:
         **_staleness(record, config),
         **_time(record, config),
         **_weights_and_tokens(record),
+        "judges": _judges(record),
         "length_bias": None if record.ledger is None else record.ledger.length_bias.as_dict(),
         "versions": record.versions,
     }
@@ -148,6 +149,33 @@ def _weights_and_tokens(record: RunRecord) -> dict[str, Any]:
     }
 
 
+def _judges(record: RunRecord) -> dict[str, dict[str, Any]]:
+    """Return what the judges of each task did in all sessions, and how the parts of its rewards went."""
+    totals: dict[str, metrics.JudgeFigures] = {}
+    for usage in record.usage:
+        for task, figures in usage.get("judges", {}).items():
+            totals.setdefault(task, metrics.JudgeFigures()).add(metrics.JudgeFigures(**figures))
+    return {
+        task: {
+            "calls": total.calls,
+            "failed": total.failed,
+            "retries": total.retries,
+            "seconds_mean": total.seconds / max(1, total.calls),
+            "seconds_max": total.seconds_max,
+            "parts": {
+                part: {"mean": mean, **_ends(record.column(metrics.reward_part(task, part)))}
+                for part, mean in sorted(total.part_means().items())
+            },
+        }
+        for task, total in totals.items()
+    }
+
+
+def _ends(values: Series) -> dict[str, float | None]:
+    tenth = max(1, len(values) // 10)
+    return {"first": _mean(values[:tenth]), "last": _mean(values[-tenth:])}
+
+
 def _known(events: Iterable[Mapping[str, Any]], name: str) -> list[Any]:
     return [event[name] for event in events if event.get(name) is not None]
 
@@ -173,6 +201,9 @@ def _problems(report: dict[str, Any], record: RunRecord) -> Iterator[str]:
     failed = sum(1 for e in record.evals if e.get(metrics.EVAL_FAILED))
     if failed:
         yield f"{failed} evaluation(s) had responses that failed; their score is over the rest"
+    for task, judge in report["judges"].items():
+        if judge["failed"]:
+            yield f"task {task!r}: the judge gave no score for {judge['failed']} responses, in {judge['calls']} calls"
     unreachable = {name for usage in record.usage for name in usage.get("unreachable", {})}
     if unreachable:
         yield f"did not answer telemetry at some time: {', '.join(sorted(unreachable))}"

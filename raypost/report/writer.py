@@ -81,11 +81,18 @@ class RunWriter:
         self._event("counts", groups.as_dict())
 
     def write_usage(
-        self, peak_memory_bytes: int | None, tokens_generated: int | None, unreachable: Mapping[str, int]
+        self,
+        peak_memory_bytes: int | None,
+        tokens_generated: int | None,
+        unreachable: Mapping[str, int],
+        judges: Mapping[str, Mapping[str, Any]] | None = None,
     ) -> None:
-        """Record this session's totals so far; `unreachable`: how often an actor did not answer, by name."""
+        """Record this session's totals so far.
+
+        `unreachable`: how often an actor did not answer, by name. `judges`: JudgeFigures of each task as plain data.
+        """
         usage = {"peak_memory_bytes": peak_memory_bytes, "tokens_generated": tokens_generated}
-        self._event("usage", {**usage, "unreachable": dict(unreachable)})
+        self._event("usage", {**usage, "unreachable": dict(unreachable), "judges": dict(judges or {})})
 
     def finish(self, status: RunStatus, error: str | None, groups: GroupCounts | None) -> dict[str, Any]:
         """Close the record and write the report; returns what report.json holds.

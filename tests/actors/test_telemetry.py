@@ -18,6 +18,7 @@ from ray.actor import ActorHandle
 from actors import telemetry
 from actors.telemetry import MemoryWatch, Telemetry, memory_of, rough_bytes
 from raypost.config import Config
+from raypost.metrics import JudgeFigures
 from raypost.report import files
 from raypost.spans import SpanLog
 from raypost.types import GroupCounts, Span, WorkerStats
@@ -52,6 +53,23 @@ class Source:
 
     async def counts(self) -> GroupCounts:
         return GroupCounts(sampled=12, trained=10, in_flight=2)
+
+
+class Judge:
+    """Gives figures of two calls once, and then none."""
+
+    def __init__(self) -> None:
+        figures = JudgeFigures()
+        figures.count(1.0)
+        figures.count(2.0, num_failed=8)
+        figures.count_retry()
+        figures.count_parts({"right": 1.0})
+        figures.count_parts({"right": 0.0})
+        self.figures = {"default": figures}
+
+    async def drain_figures(self) -> dict[str, JudgeFigures]:
+        figures, self.figures = self.figures, {}
+        return figures
 
 
 class Silent:
@@ -114,6 +132,37 @@ def test_a_run_is_recorded_and_its_report_returned(config: Config) -> None:
     assert (config.run_dir / files.REPORT_HTML).exists()
     again = get(recorder.finish.remote("failed", "asked twice", None))
     assert again == report == json.loads((config.run_dir / files.REPORT_JSON).read_text())
+
+
+@pytest.mark.usefixtures("local_ray")
+def test_what_judges_did_is_in_the_next_step_and_in_the_report(config: Config) -> None:
+    telemetry = make(config, {"judge-0": ray.remote(Judge).options(num_cpus=0).remote()})
+    deadline = time.monotonic() + 60
+    while "default" not in recorded_usage(config).get("judges", {}) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    for step in (1, 2):
+        get(telemetry.log.remote(step, run.metrics(step)))
+    report = get(telemetry.finish.remote("finished", None, GroupCounts(sampled=32, trained=32)))
+    first, second = files.read_lines(config.run_dir / files.METRICS)
+    assert {name: value for name, value in first.items() if "/" in name} == {
+        "judge_s/default": 1.5,
+        "judge_s_max/default": 2.0,
+        "judge_failed/default": 8,
+        "judge_retries/default": 1,
+        "reward_part/default/right": 0.5,
+    }
+    assert not any("/" in name for name in second)
+    assert report["judges"] == {
+        "default": {
+            "calls": 2,
+            "failed": 8,
+            "retries": 1,
+            "seconds_max": 2.0,
+            "seconds_mean": 1.5,
+            "parts": {"right": {"mean": 0.5, "first": 0.5, "last": None}},
+        }
+    }
+    assert report["problems"] == ["task 'default': the judge gave no score for 8 responses, in 2 calls"]
 
 
 @pytest.mark.usefixtures("local_ray")

@@ -185,6 +185,17 @@ def test_completed_members_are_neither_generated_nor_judged_again() -> None:
     assert (kept.reward, judge.calls) == (0.25, [[1]])
 
 
+def test_members_are_judged_together_when_the_last_of_them_is_done() -> None:
+    """So that a judge may compare them, whatever pause comes between."""
+    answers = iter([result([STOP], "stop"), result([9], "abort"), result([STOP], "stop")])
+    engine, judge, group = ScriptedGenerator(lambda _: next(answers)), Scorer(), init(2)
+    first, second = run(engine, judge, group).states
+    assert (first.status, second.status, judge.calls) == (Status.ABORTED, Status.ABORTED, [])
+    assert (first.num_aborts, second.num_aborts) == (0, 1)
+    assert run(engine, judge, group).status is Status.COMPLETED
+    assert (judge.calls, len(engine.requests), first.num_tokens) == ([[0, 1]], 3, 1)
+
+
 def test_expired_members_start_again() -> None:
     engine = ScriptedGenerator(lambda _: result([STOP], "stop", 4))
     done = run(engine, Scorer(), of(state([1, 1], status=Status.EXPIRED)))

@@ -297,6 +297,11 @@ def test_what_cannot_travel_to_the_job_is_refused(
 ) -> None:
     with pytest.raises(ConfigError, match="lies outside"):
         submit_command(Path("/etc/hostname"), "http://127.0.0.1:1")
+    judge = "tasks.0.judge={kind: function, function: /etc/reward.py:score, function_source: x}"
+    with pytest.raises(
+        ConfigError, match=r"judge\.function '/etc/reward\.py:score' lies outside .*move its file"
+    ):
+        submit_command(recipe, "http://127.0.0.1:1", judge)
     monkeypatch.chdir(repository / "jobs")
     with pytest.raises(ConfigError, match=r"has no jobs/train\.py: submit from the repository's root"):
         submit_command(recipe, "http://127.0.0.1:1")

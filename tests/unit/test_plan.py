@@ -13,7 +13,7 @@ import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from raypost.config import Config, load_config, parse_config
+from raypost.config import AgentLoopConfig, Config, load_config, parse_config
 from raypost.config.identity import run_digest
 from raypost.errors import ClusterError, ConfigError
 from raypost.plan import plan
@@ -213,6 +213,74 @@ def test_chat_without_a_template_is_refused(tmp_path: Path) -> None:
     chat = config.tasks[0].model_copy(update={"chat": True, "max_prompt_tokens": 128})
     text = refusal(config.model_copy(update={"tasks": (chat,)}))
     assert "no chat template: set chat: false" in text
+
+
+# ---------------------------------------------------------------- reward functions
+
+
+def with_function(tmp_path: Path, text: str, **judge: Any) -> Config:
+    (tmp_path / "reward.py").write_text(text)
+    one = {"kind": "function", "function": f"{tmp_path}/reward.py:score", **judge}
+    return config_of(tmp_path, tasks__0__judge=one)
+
+
+def test_a_reward_function_is_tried_before_anything_starts(tmp_path: Path) -> None:
+    tried = f"open({str(tmp_path / 'tried')!r}, 'a').write(prompt.split(':')[1] + '|' + response + ',')"
+    text = f"def score(prompt, response, answer):\n  {tried}\n  return float(response == answer)"
+    assert plan.check(with_function(tmp_path, text))
+    calls = (tmp_path / "tried").read_text().strip(",").split(",")
+    assert len(calls) == 6 and len({call.split("|")[0] for call in calls}) == 3
+    assert [bool(call.split("|")[1]) for call in calls] == [True, False] * 3
+
+
+@pytest.mark.parametrize(
+    ("text", "parts"),
+    [
+        ("import nosuchmodule", ["cannot be imported: ModuleNotFoundError", "'nosuchmodule' (line 1 of"]),
+        (
+            "def score(solution): return 1",
+            ["'solution', which is none of", "answer", "response", "on prompt 1"],
+        ),
+        ("async def score(samples): return [1.0]", ["returned 1 scores for 2 responses", "on prompt 1"]),
+        ("def score(response): return 'good'", ["returned 'good', a str: a score must be a number"]),
+        ("def score(response): return response[0]", ["raised IndexError", "an empty response"]),
+    ],
+)
+def test_a_reward_function_that_does_not_work_is_refused(tmp_path: Path, text: str, parts: list[str]) -> None:
+    config = with_function(tmp_path, text)
+    before = everything_below(tmp_path)
+    found = refusal(config, BIG)
+    wanted = [
+        "1 problem(s)",
+        "'default': judge.function: ",
+        "reward.py:score",
+        "a wrong answer is a low score",
+        *parts,
+    ]
+    assert [part for part in wanted if part not in found] == [], found
+    assert everything_below(tmp_path) == before
+
+
+def test_every_part_of_a_composed_judge_is_tried(tmp_path: Path) -> None:
+    (tmp_path / "reward.py").write_text("def good(response): return 1\ndef bad(response): return None")
+    parts = {n: {"kind": "function", "function": f"{tmp_path}/reward.py:{n}"} for n in ("good", "bad")}
+    found = refusal(config_of(tmp_path, tasks__0__judge={"kind": "composed", "parts": parts}))
+    assert "1 problem(s)" in found and "judge.parts.bad.function" in found
+
+
+def test_a_reward_function_that_nobody_would_ask_is_refused(tmp_path: Path) -> None:
+    config = with_function(tmp_path, "def score(response): return 1.0")
+    task = config.tasks[0].model_copy(
+        update={"agent_loop": AgentLoopConfig(kind="environment", environment="a:b")}
+    )
+    assert "which gives the rewards itself and asks no judge" in refusal(
+        config.model_copy(update={"tasks": (task,)})
+    )
+
+
+def test_the_example_is_accepted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(RECIPES.parents[1])
+    assert plan.check(load_config(Path("examples/own-reward/config.yaml"), [f"runs_dir={tmp_path}"]))
 
 
 # ---------------------------------------------------------------- resources

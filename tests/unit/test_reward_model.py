@@ -230,7 +230,7 @@ def test_reward_model_and_reference_on_engines_of_their_own_are_accepted() -> No
         (
             {"kind": "reward_model", "reward_model": "tutor", "answer_pattern": "(x)"},
             None,
-            "scores whole responses",
+            "'(x)' is not used by kind 'reward_model'",
         ),
         ({"kind": "reward_model", "reward_model": "other"}, None, "but reward_models has ['tutor']"),
         ({"kind": "exact"}, None, "which no task's judge.reward_model names: remove it"),

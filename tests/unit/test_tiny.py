@@ -38,6 +38,16 @@ def test_every_worked_answer_ends_in_the_right_answer() -> None:
         assert tiny.worked(problem).split("\n")[-1] == problem["answer"]
 
 
+def test_prompts_that_are_called_readable_are_made_of_its_words() -> None:
+    tokenizer = tiny.build_tokenizer(tiny.TinyRecipe())
+    prompts = [e["question"] for e in islice(tiny.problems(tiny.TinyRecipe(terms=6), seed=3), 100)]
+    prompts.append(prompts[0].replace(" =", " + 12 - 345 ="))
+    for prompt in prompts:
+        assert tiny.READABLE.fullmatch(prompt)
+        assert tokenizer.unk_token_id not in tokenizer(prompt)["input_ids"]
+    assert not any(tiny.READABLE.fullmatch(text) for text in ("2 + 2 =", prompts[0] + " ", prompts[0] + "?"))
+
+
 def test_no_warm_up_problem_is_held_out() -> None:
     assert not any(is_held_out(e["question"]) for e in islice(tiny.problems(tiny.TinyRecipe(), seed=0), 2000))
 

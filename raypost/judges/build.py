@@ -1,0 +1,54 @@
+"""The judge that a task's configuration names."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+from raypost.config import JudgeConfig, TaskConfig
+from raypost.data.gym import gym_dataset
+from raypost.errors import ConfigError
+from raypost.judges.composed import ComposedJudge
+from raypost.judges.function import FunctionJudge
+from raypost.judges.reward_model import RewardModel, RewardModelJudge
+from raypost.judges.rules import RuleJudge, exact
+from raypost.protocols import Judge
+
+
+def build_judge(
+    task: TaskConfig,
+    reward_models: Mapping[str, RewardModel] | None = None,
+    on_retry: Callable[[], None] | None = None,
+    functions: list[FunctionJudge] | None = None,
+) -> Judge:
+    """Return the judge of `task`. Raises ConfigError for an unknown reasoning-gym dataset or reward model.
+
+    `on_retry` is told of each call of a function that is made once more. The judges of functions, which have processes
+    to close, are appended to `functions`.
+    """
+    made = functions if functions is not None else []
+
+    def build(config: JudgeConfig, place: str) -> Judge:
+        if config.kind == "composed":
+            return ComposedJudge(
+                {n: (part.weight, build(part, f"{place}.parts.{n}")) for n, part in config.parts.items()},
+                config.combine,
+            )
+        if config.kind == "function":
+            made.append(FunctionJudge(task, config, on_retry))
+            return made[-1]
+        if config.kind == "reward_model":
+            model = (reward_models or {}).get(config.reward_model or "")
+            if model is None:
+                raise ConfigError(
+                    f"task {task.name!r}: {place}.reward_model is {config.reward_model!r}, but there are "
+                    f"{sorted(reward_models or {})}: name one of reward_models"
+                )
+            return RewardModelJudge(model, task, config.reward_model or "")
+        if config.kind == "exact":
+            return RuleJudge(exact, config.answer_pattern)
+        dataset = gym_dataset(task.source, seed=0, part=0)
+        return RuleJudge(
+            lambda answer, metadata: dataset.score_answer(answer, metadata["entry"]), config.answer_pattern
+        )
+
+    return build(task.judge, "judge")

@@ -1,0 +1,47 @@
+"""TaskJudge: the judge of a task with its figures, and the boundary that failures of judges are named by."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Mapping
+
+from raypost.config import TaskConfig
+from raypost.errors import JudgeError
+from raypost.judges.build import build_judge
+from raypost.judges.function import FunctionJudge
+from raypost.judges.reward_model import RewardModel
+from raypost.metrics import JudgeFigures
+from raypost.types import EVALUATION_PRIORITY, RolloutState, Score
+
+
+class TaskJudge:
+    """Scores responses of one task, and counts what that took."""
+
+    def __init__(self, task: TaskConfig, reward_models: Mapping[str, RewardModel] | None = None) -> None:
+        """Raise ConfigError as `build_judge` does. Processes of functions are started when they are needed."""
+        self._figures = JudgeFigures()
+        self._functions: list[FunctionJudge] = []
+        self._judge = build_judge(task, reward_models, self._figures.count_retry, self._functions)
+
+    async def judge(self, states: list[RolloutState]) -> list[float]:
+        """Return one reward for each state. Raises JudgeError, whose text begins with "judge:"."""
+        start = time.monotonic()
+        try:
+            scores = await self._judge.judge(states)
+        except JudgeError as error:
+            self._figures.count(time.monotonic() - start, num_failed=len(states))
+            raise JudgeError(f"judge: {error}") from error
+        self._figures.count(time.monotonic() - start)
+        for state, score in zip(states, scores, strict=True):
+            if isinstance(score, Score) and state.priority != EVALUATION_PRIORITY:
+                self._figures.count_parts(score.parts)
+        return scores
+
+    def drain_figures(self) -> JudgeFigures | None:
+        """Return what was done since the last call; None for nothing."""
+        return self._figures.drain() if self._figures.calls else None
+
+    async def close(self) -> None:
+        """End the processes of functions."""
+        await asyncio.gather(*(function.close() for function in self._functions))

@@ -1,0 +1,68 @@
+"""The folders of examples/ run, as their READMEs say; and what a user is told whose reward function is broken."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import yaml
+
+from jobs.private_cluster import PrivateCluster
+from tests.jobs.job import ROOT, Job, assert_adds_up
+
+pytestmark = pytest.mark.timeout(900)
+
+OWN_REWARD = ROOT / "examples" / "own-reward"
+
+
+def own_reward(cluster: PrivateCluster, folder: Path, name: str, *overrides: str) -> Job:
+    # Started by hand, a job has no working directory that travels to its actors.
+    data = f"tasks.0.source.dataset={OWN_REWARD / 'data.jsonl'}"
+    return Job(cluster, folder, name, data, *overrides, config=str(OWN_REWARD / "config.yaml"))
+
+
+def test_a_reward_function_of_ones_own_trains_and_its_parts_are_in_the_report(
+    private_cluster: PrivateCluster, folder: Path
+) -> None:
+    job = own_reward(private_cluster, folder, "own-reward", "train.num_steps=3", "train.batch_size=8")
+    assert job.wait() == 0, job.output()
+    report = job.report()
+    assert (report["status"], report["steps"]) == ("finished", 3)
+    assert_adds_up(report)
+    judged = report["judges"]["sums"]
+    # Three batches of eight groups, and evaluations before and after.
+    assert judged["calls"] >= 3 * 8 + 2 * 16 and judged["failed"] == judged["retries"] == 0
+    assert 0 < judged["seconds_mean"] <= judged["seconds_max"]
+    assert set(judged["parts"]) == {"right", "lines"} and 0 <= judged["parts"]["right"]["mean"] <= 1
+    kept = yaml.safe_load((job.run_dir / "config.yaml").read_text())["tasks"][0]["judge"]
+    assert kept["function_source"] == (OWN_REWARD / "reward.py").read_text()
+
+
+def test_a_reward_function_that_always_raises_ends_the_run_with_its_words(
+    private_cluster: PrivateCluster, folder: Path
+) -> None:
+    # It passes the trial, whose responses are right or empty.
+    reward = folder / "broken.py"
+    reward.write_text("def score(response, answer):\n    return 1.0 / (response in ('', answer))\n")
+    judge = f"tasks.0.judge={{kind: function, function: '{reward}:score'}}"
+    job = own_reward(private_cluster, folder, "broken", judge, "train.num_steps=3", "eval.num_prompts=0")
+    assert job.wait() == 1
+    ending = job.output().splitlines()[-1]
+    for part in (
+        "32 groups in a row failed (bound 32)",
+        "judge: task 'sums'",
+        "raised ZeroDivisionError",
+        "line 2",
+    ):
+        assert part in ending, job.output()
+    report = job.report()
+    assert report["status"] == "failed" and "ZeroDivisionError" in report["error"]
+    assert (
+        report["groups"]["trained"] == 0
+        and report["groups"]["failed"] >= 32
+        and report["groups"]["lost"] == 0
+    )
+    assert report["judges"]["sums"]["failed"] >= 32 * 4
+    ends = [json.loads(line) for line in (job.run_dir / "ledger.jsonl").read_text().splitlines()]
+    assert any("ZeroDivisionError" in str(event) for event in ends)
