@@ -117,9 +117,9 @@ class StrategyConfig(ConfigModel):
 class JudgeConfig(ConfigModel):
     """How a response is scored."""
 
-    kind: Literal["reasoning_gym", "exact", "function", "reward_model", "composed"] = "reasoning_gym"
-    """What scores a response: reasoning-gym's own scorer, equality with the answer (spaces around both are ignored),
-    a function of yours, a reward model, or several of these together."""
+    kind: Literal["reasoning_gym", "exact", "math", "function", "reward_model", "composed"] = "reasoning_gym"
+    """What scores a response: reasoning-gym's own scorer, equality with the answer (spaces around both are ignored) or
+    with its meaning as mathematics, a function of yours, a reward model, or several of these together."""
     reward_model: str | None = None
     """Name of one of `reward_models`, with kind reward_model."""
     answer_pattern: str | None = None
@@ -132,7 +132,7 @@ class JudgeConfig(ConfigModel):
     """Text of that file. It is read when the configuration is loaded, so that judges on other nodes have it, and so
     that the run folder says what the run was rewarded for. null: the function is in a module."""
     timeout_s: Annotated[float, Field(gt=0)] = 30
-    """Longest time that the function may take for one call, seconds. After it its process is ended."""
+    """Longest time that the function, or kind math, may take for one call, seconds. After it its process is ended."""
     parts: dict[Annotated[str, Field(pattern=r"^[A-Za-z0-9_-]{1,40}$")], PartConfig] = Field(
         default_factory=dict
     )
@@ -212,6 +212,7 @@ _JUDGE_OPTIONS: dict[str, tuple[str, ...]] = {
     "reasoning_gym": ("answer_pattern",),
     "reward_model": ("reward_model",),
     "function": ("function", "function_source", "timeout_s"),
+    "math": ("timeout_s",),
     "composed": ("parts", "combine"),
 }
 """Which options a kind of judge has."""

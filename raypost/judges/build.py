@@ -33,7 +33,7 @@ def build_judge(
                 {n: (part.weight, build(part, f"{place}.parts.{n}")) for n, part in config.parts.items()},
                 config.combine,
             )
-        if config.kind == "function":
+        if config.kind in ("function", "math"):
             made.append(FunctionJudge(task, config, on_retry))
             return made[-1]
         if config.kind == "reward_model":

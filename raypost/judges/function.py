@@ -19,6 +19,7 @@ from raypost.judges.function_child import FunctionSpec
 from raypost.judges.function_process import LOAD_S, FunctionProcess
 from raypost.types import RolloutState, Sample
 
+MATH_FUNCTION = "raypost.judges.math_rule:score"
 TRIAL_LOAD_S, TRIAL_S = 20.0, 10.0
 """Longest times that a trial takes to import a function, which may need torch, and to call it."""
 
@@ -33,7 +34,7 @@ class FunctionJudge:
         on_retry: Callable[[], None] | None = None,
         load_s: float = LOAD_S,
     ) -> None:
-        """Start nothing yet. `config`: the task's judge, or a part of it, of kind function."""
+        """Start nothing yet. `config`: the task's judge, or a part of it, of kind function or math."""
         self._task = task
         self._process = FunctionProcess(_spec(task, config, config.timeout_s), on_retry, load_s)
 
@@ -54,9 +55,10 @@ class FunctionJudge:
 
 
 def _spec(task: TaskConfig, config: JudgeConfig, timeout_s: float) -> FunctionSpec:
-    assert config.function is not None, "the configuration requires it"
+    function = MATH_FUNCTION if config.kind == "math" else config.function
+    assert function is not None, "the configuration requires it"
     return FunctionSpec(
-        function=config.function,
+        function=function,
         source=config.function_source,
         timeout_s=timeout_s,
         answer_field=task.source.answer_field,
@@ -108,7 +110,7 @@ async def _trial(task: TaskConfig, config: JudgeConfig, prompts: Sequence[Prompt
     except JudgeError as error:
         return f"{error}{where}"
     except TimeoutError:
-        return f"{config.function} took longer than {TRIAL_S:g} s for {len(prompts)} prompts{where}"
+        return f"{config.function or config.kind} took longer than {TRIAL_S:g} s for {len(prompts)} prompts{where}"
     finally:
         await process.close()
     return None

@@ -186,7 +186,7 @@ def source_problems(config: Config) -> Iterator[str]:
 
 def _function_problems(task: TaskConfig, config: Config) -> Iterator[str]:
     """Check that the task's reward functions score the first prompts: each is called, in a process of its own."""
-    functions = [(place, judge) for place, judge in task.judge.every() if judge.kind == "function"]
+    functions = [(place, judge) for place, judge in task.judge.every() if judge.kind in ("function", "math")]
     if not functions or task.agent_loop.kind != "single_turn":
         return
     prompts = check_source(task, config.seed)[:NUM_TRIAL_PROMPTS]

@@ -276,6 +276,20 @@ async def test_parts_are_counted_for_training_and_not_for_evaluation(worker: Mak
     assert await judge.drain_figures() == {}
 
 
+async def test_answers_are_compared_as_mathematics() -> None:
+    pytest.importorskip("math_verify")
+    judge = JudgeWorker("judge-0", (task_of(JudgeConfig(kind="math")),))
+    fractions = ["0.5", "it is $\\boxed{\\frac{2}{4}}$", "so 1/2", "2", "", "no idea"]
+    states = [state_of(one, answer="\\frac{1}{2}") for one in fractions]
+    assert await judge.judge(states) == [1.0, 1.0, 1.0, 0.0, 0.0, 0.0]
+    # Without being told where the formula is, math-verify would read 3.
+    roots = [state_of(one, answer="3\\sqrt{2}") for one in ("3", "$\\sqrt{18}$")]
+    assert await judge.judge(roots) == [0.0, 1.0]
+    with pytest.raises(JudgeError, match="finds no mathematics in the answer ''"):
+        await judge.judge([state_of("1", answer="")])
+    await judge.shutdown()
+
+
 # ---------------------------------------------------------------- tried before a run
 
 PROMPTS = [Prompt(f"{n} + 1 =", {"question": f"{n} + 1 =", "answer": str(n + 1)}) for n in range(3)]
