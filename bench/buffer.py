@@ -22,7 +22,6 @@ their own and name it:
 from __future__ import annotations
 
 import argparse
-import contextlib
 import dataclasses
 import importlib.util
 import json
@@ -47,6 +46,7 @@ from ray.util.queue import Empty, Queue
 
 from actors.placement import spawn
 from actors.replay_buffer import ReplayBufferActor
+from bench.figures import Foreign, cpu_seconds, spread
 from raypost.packed import PackedGroups, pack_groups
 from raypost.protocols import BufferBounds, TaskLimits
 from raypost.types import Group, RolloutState, SampleParams, Status
@@ -334,14 +334,13 @@ def measure(subject: Subject, num_groups: int, take: int) -> dict[str, float]:
         ray.get([one.ready.remote() for one in producers])
         stream(subject, producers, 0, WARM_UP_GROUPS, take)
         driver, held = private_bytes(), subject.memory()
-        begin, used, busy = time.perf_counter(), cpu_seconds(), busy_seconds()
+        begin, used, foreign = time.perf_counter(), cpu_seconds(), Foreign()
         stream(subject, producers, WARM_UP_GROUPS, num_groups, take)
         seconds = time.perf_counter() - begin
-        own, all_of_it = cpu_seconds() - used, busy_seconds() - busy
         return {
             "groups_per_s": num_groups / seconds,
-            "cpu_us": own / num_groups * 1e6,
-            "foreign_cores": max(0.0, all_of_it - own) / seconds,
+            "cpu_us": (cpu_seconds() - used) / num_groups * 1e6,
+            "foreign_cores": foreign.cores(),
             "driver_mb": (private_bytes() - driver) / 2**20,
             "held_mb": held / 2**20,
             "held_growth_mb": (subject.memory() - held) / 2**20,
@@ -371,22 +370,6 @@ def stream(subject: Subject, producers: list[Any], first: int, num_groups: int, 
                 )
             time.sleep(IDLE_S)
     ray.get(running)
-
-
-def cpu_seconds() -> float:
-    """CPU time of this process and all of Ray below it: what a busy machine changes less than the time it takes."""
-    total = 0.0
-    for process in (psutil.Process(), *psutil.Process().children(recursive=True)):
-        with contextlib.suppress(psutil.NoSuchProcess):
-            times = process.cpu_times()
-            total += times.user + times.system
-    return total
-
-
-def busy_seconds() -> float:
-    """CPU time of the whole machine."""
-    times = psutil.cpu_times()
-    return float(sum(times) - times.idle - times.iowait - times.guest - times.guest_nice)
 
 
 def private_bytes() -> int:
@@ -457,15 +440,17 @@ def table(num_groups: int, args: argparse.Namespace) -> dict[str, Any]:
             print(f"{name:34} skipped: {', '.join(lacks[name])} not installed (see --help)")
             continue
         figures = found[name] = _figures(each, ours)
-        (rate, low, high), (ratio, least, most) = figures["groups_per_s"], figures["raypost_is"]
+        (rate, low, high), (ratio, least, most) = (
+            figures[name].values() for name in ("groups_per_s", "raypost_is")
+        )
         grew = f"{figures['held_growth_mb']:+.0f} MB" if each[0]["held_mb"] else ""
         print(
             f"{name:34}{rate:9.0f}{f'({low:.0f}, {high:.0f})':>19}{ratio:11.2f}x{f'({least:.2f}, {most:.2f})':>15}"
             f"{figures['cpu_us']:8.0f} us{figures['driver_mb']:+10.0f} MB{grew:>13}",
             flush=True,
         )
-    foreign = _spread([run["foreign_cores"] for each in runs.values() for run in each])
-    print("other processes took {:.2f} cores ({:.2f} to {:.2f})".format(*foreign))
+    foreign = spread(run["foreign_cores"] for each in runs.values() for run in each)
+    print("other processes took {median:.2f} cores ({low:.2f} to {high:.2f})".format(**foreign))
     return {"subjects": found, "foreign_cores": foreign}
 
 
@@ -473,17 +458,12 @@ def _figures(runs: list[dict[str, float]], ours: list[float]) -> dict[str, Any]:
     """Return what the rounds of one subject came to, and how many times as fast `ours` were in the same rounds."""
     rates = [run["groups_per_s"] for run in runs]
     return {
-        "groups_per_s": _spread(rates),
-        "raypost_is": _spread([our / rate for our, rate in zip(ours, rates, strict=False)] or [math.nan]),
+        "groups_per_s": spread(rates),
+        "raypost_is": spread([our / rate for our, rate in zip(ours, rates, strict=False)] or [math.nan]),
         "cpu_us": statistics.median(run["cpu_us"] for run in runs),
         "driver_mb": max(run["driver_mb"] for run in runs),
         "held_growth_mb": max(run["held_growth_mb"] for run in runs),
     }
-
-
-def _spread(values: list[float]) -> list[float]:
-    """Return the median, the lowest and the highest."""
-    return [round(one, 3) for one in (statistics.median(values), min(values), max(values))]
 
 
 _WIDTHS = (9, 19, 12, 15, 11, 13, 13)

@@ -35,14 +35,15 @@ class Foreign:
 
     def __init__(self) -> None:
         """Begin to count."""
-        self._begin, self._busy, self._own = time.perf_counter(), _machine_seconds(), cpu_seconds()
+        self._begin, self._busy, self._own = time.perf_counter(), machine_seconds(), cpu_seconds()
 
     def cores(self) -> float:
         """Return how many cores others took in the mean until now."""
-        busy, own = _machine_seconds() - self._busy, cpu_seconds() - self._own
+        busy, own = machine_seconds() - self._busy, cpu_seconds() - self._own
         return max(0.0, busy - own) / (time.perf_counter() - self._begin)
 
 
-def _machine_seconds() -> float:
+def machine_seconds() -> float:
+    """Return the CPU seconds of the whole machine."""
     times = psutil.cpu_times()
     return float(sum(times) - times.idle - times.iowait - times.guest - times.guest_nice)

@@ -48,6 +48,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 import actors
 from actors.agent_loop import AgentLoopPool
 from actors.rollout.worker import RolloutWorker
+from bench.figures import cpu_seconds, machine_seconds, spread
 from bench.production import save_tokenizer
 from jobs import launch
 from jobs.models import Models
@@ -256,13 +257,8 @@ class Usage:
     def cpu_s(self) -> dict[str, float]:
         """Return them by role; `others` are processes of this run without one, `foreign` is what is not ours."""
         used = {name: sum(one.cpu_times()[:2]) for name, one in self._roles.items()}
-        ours = 0.0
-        for one in (psutil.Process(), *psutil.Process().children(recursive=True)):
-            with contextlib.suppress(psutil.NoSuchProcess):
-                ours += sum(one.cpu_times()[:2])
-        machine = psutil.cpu_times()
-        busy = sum(machine) - machine.idle - machine.iowait - machine.guest - machine.guest_nice
-        return used | {"others": ours - sum(used.values()), "foreign": busy - ours}
+        ours = cpu_seconds()
+        return used | {"others": ours - sum(used.values()), "foreign": machine_seconds() - ours}
 
 
 @dataclass
@@ -320,27 +316,22 @@ def summary(kind: str, at_once: int, bare: Way, whole: Way) -> dict[str, Any]:
     return {
         "lengths": kind,
         "at_once": at_once,
-        "ratio": round(statistics.median(ratios), 3),
-        "ratio_range": [round(min(ratios), 3), round(max(ratios), 3)],
-        "path_tokens_per_s": round(statistics.median(whole.rates)),
-        "bare_tokens_per_s": round(statistics.median(bare.rates)),
+        "ratio": spread(ratios),
+        "path_tokens_per_s": spread(whole.rates),
+        "bare_tokens_per_s": spread(bare.rates),
         "path_cores": roles,
         "bare_cores": bare.median_cores(),
-        "foreign_cores": [
-            round(min(foreign), 2),
-            round(statistics.median(foreign), 2),
-            round(max(foreign), 2),
-        ],
+        "foreign_cores": spread(foreign),
     }
 
 
 def show(case: dict[str, Any]) -> None:
     """Print one case for people."""
-    low, high = case["ratio_range"]
+    path_way, bare_way = case["path_tokens_per_s"]["median"], case["bare_tokens_per_s"]["median"]
     print(
-        f"{case['lengths']:6}{case['at_once']:4} at once: path {case['path_tokens_per_s']} tokens/s, bare "
-        f"{case['bare_tokens_per_s']}, ratio {case['ratio']:.3f} ({low:.3f} to {high:.3f}); foreign cores "
-        f"{case['foreign_cores']}"
+        f"{case['lengths']:6}{case['at_once']:4} at once: path {path_way:.0f} tokens/s, bare {bare_way:.0f}, ratio "
+        "{median:.3f} ({low:.3f} to {high:.3f}); foreign cores ".format(**case["ratio"])
+        + "{median:.2f} ({low:.2f} to {high:.2f})".format(**case["foreign_cores"])
     )
     for name, of_path in case["path_cores"].items():
         print(f"    {name:20}{of_path:7.3f} cores, bare {case['bare_cores'][name]:7.3f}", flush=True)

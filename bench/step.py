@@ -33,7 +33,6 @@ import statistics
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -41,6 +40,7 @@ from typing import Any
 import psutil
 import yaml
 
+from bench.figures import Foreign, spread
 from bench.step_sides import PROMPT_TOKENS, PROMPTS, REWARD, Setup
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -193,31 +193,18 @@ def ended(sides: Sequence[Side]) -> None:
         side.wait()
 
 
-def busy_s() -> tuple[float, float]:
-    """Return seconds that all CPUs were busy, and that this process and its descendants were."""
-    times, own = psutil.cpu_times(), 0.0
-    for process in [psutil.Process(), *psutil.Process().children(recursive=True)]:
-        try:
-            own += sum(process.cpu_times()[:2])
-        except psutil.NoSuchProcess:
-            continue
-    return sum(times) - times.idle - times.iowait - times.guest - times.guest_nice, own
-
-
 def turn(sides: tuple[Side, ...], seconds: float, groups: int) -> tuple[dict[str, float], float]:
     """Return groups per second of each of the sides, and the cores that others took meanwhile."""
-    before, begin = busy_s(), time.perf_counter()
+    foreign = Foreign()
     for side in sides:
         side.begin(seconds)
     rates = {}
     for side in sides:
         answer = side.answer(seconds + TURN_SLACK_S)
         rates[side.name] = answer.get("groups", answer["steps"] * groups) / answer["seconds"]
-    after = busy_s()
-    foreign = (after[0] - before[0]) - (after[1] - before[1])
     if len(sides) > 1:
         rates["bare"] = min(rates.values())
-    return rates, max(0.0, foreign / (time.perf_counter() - begin))
+    return rates, foreign.cores()
 
 
 def measure(setting: str, folder: Path, args: argparse.Namespace) -> dict[str, Any]:
@@ -265,15 +252,6 @@ def figures(setting: str, rounds: list[dict[str, float]], foreign: list[float]) 
         "ratio_to_trl": peers[0] if peers else None,
         "rounds": len(rounds),
         "foreign_cores": spread(foreign),
-    }
-
-
-def spread(values: list[float]) -> dict[str, float]:
-    """Return median, least and greatest."""
-    return {
-        "median": round(statistics.median(values), 3),
-        "low": round(min(values), 3),
-        "high": round(max(values), 3),
     }
 
 

@@ -16,7 +16,6 @@ import json
 import os
 import random
 import shutil
-import statistics
 import subprocess
 import sys
 import tempfile
@@ -28,6 +27,7 @@ from typing import Any
 
 import numpy as np
 
+from bench.figures import spread
 from raypost.buffer.replay_buffer import ReplayBuffer
 from raypost.checkpoint import CheckpointDir
 from raypost.config import JudgeConfig, SourceConfig, TaskConfig
@@ -207,11 +207,8 @@ def timed(work: Callable[..., Any], *arguments: Any) -> float:
 
 
 def spreads(times: dict[str, list[float]]) -> Figures:
-    """Return [median, lowest, highest] of each."""
-    return {
-        name: [round(one, 4) for one in (statistics.median(values), min(values), max(values))]
-        for name, values in times.items()
-    }
+    """Return the spread of each."""
+    return {name: spread(values) for name, values in times.items()}
 
 
 PARTS: dict[str, Callable[[Path, argparse.Namespace], Figures]] = {

@@ -22,12 +22,11 @@ from __future__ import annotations
 import asyncio
 import json
 import os
-import statistics
 import sys
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, get_args
 
@@ -35,9 +34,9 @@ os.environ.setdefault("RAY_AUTH_MODE", "disabled")
 os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
 
 import numpy as np
-import psutil
 
 from actors.rollout.routing import router_to
+from bench.figures import Foreign, spread
 from jobs.arguments import config_of, parser
 from jobs.driver import connect, run
 from jobs.launch import PRODUCTION
@@ -145,11 +144,6 @@ async def first_token(roles: Roles, version: int) -> float:
     return time.perf_counter()
 
 
-def spread(values: Sequence[float]) -> list[float]:
-    """Return median, least and greatest."""
-    return [round(of(values), 4) for of in (statistics.median, min, max)] if values else []
-
-
 def of_mode(mode: PauseMode, steps: Sequence[Step], continued_s: Sequence[float]) -> dict[str, Any]:
     """Return the figures of one mode; `continued_s`: when groups were sent to an agent loop once more."""
     own = [step for step in steps if step.mode == mode and step.counted and step.facts]
@@ -186,29 +180,19 @@ def summary(cfg: Config, modes: Sequence[PauseMode], steps: Sequence[Step], fore
     }
 
 
-def busy_s() -> tuple[float, float]:
-    """Return CPU seconds of the whole machine, and of this process and its descendants."""
-    times, own = psutil.cpu_times(), 0.0
-    for process in (psutil.Process(), *psutil.Process().children(recursive=True)):
-        with suppress(psutil.NoSuchProcess):
-            own += sum(process.cpu_times()[:2])
-    return sum(times) - times.idle - times.iowait, own
-
-
 async def measure(
     cfg: Config, stop: asyncio.Event, modes: Sequence[PauseMode], found: dict[str, Any]
 ) -> None:
     """Run the loop and fill `found`."""
     steps: list[Step] = []
-    (all_s, own_s), begin = busy_s(), time.perf_counter()
+    foreign = Foreign()
     samples: list[float] = []
 
     async def watch() -> None:
         # Processes take their times with them when they end, so the last sample of a run that ended would be too low.
         while True:
             await asyncio.sleep(5)
-            now_s, now_own_s = busy_s()
-            samples.append(max(0.0, now_s - all_s - now_own_s + own_s) / (time.perf_counter() - begin))
+            samples.append(foreign.cores())
 
     watching = asyncio.create_task(watch())
     await loop(cfg, stop, modes, steps)
