@@ -14,6 +14,7 @@ import collections
 import contextlib
 import logging
 import os
+import threading
 import time
 from collections.abc import Iterable, Mapping
 from typing import Any
@@ -288,14 +289,17 @@ class MemoryWatch:
         self.peak_bytes = 0
         """0 if it cannot be read."""
         self._rough_bytes = 0
+        self._looking = threading.Lock()
+        """A thread whose caller was cancelled goes on: the next one waits for what it finds."""
 
     def look(self) -> None:
         """Measure the memory if it is likely to be more than ever before."""
-        processes = node_processes()
-        rough = rough_bytes(processes)
-        if rough > GROWTH * self._rough_bytes:
-            self._rough_bytes = rough
-            self.peak_bytes = max(self.peak_bytes, sum(map(memory_of, processes)))
+        with self._looking:
+            processes = node_processes()
+            rough = rough_bytes(processes)
+            if rough > GROWTH * self._rough_bytes:
+                self._rough_bytes = rough
+                self.peak_bytes = max(self.peak_bytes, sum(map(memory_of, processes)))
 
 
 def node_processes() -> list[psutil.Process]:

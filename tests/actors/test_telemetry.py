@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import threading
 import time
 from pathlib import Path
 from types import SimpleNamespace
@@ -270,6 +271,37 @@ def test_memory_is_measured_when_it_may_be_more_than_ever_and_not_otherwise(
         worker.own, worker.shared, store.shared = own, shared, shared
         watch.look()
         assert (worker.measured, watch.peak_bytes) == (measured, peak)
+
+
+def test_a_second_look_waits_for_the_first_to_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The last look of a run comes while the thread of a cancelled one still measures."""
+    measuring, measured = threading.Event(), threading.Event()
+
+    class Slow:
+        def memory_info(self) -> SimpleNamespace:
+            return SimpleNamespace(rss=100, shared=0)
+
+        def memory_full_info(self) -> SimpleNamespace:
+            measuring.set()
+            assert measured.wait(10)
+            return SimpleNamespace(pss=100)
+
+    monkeypatch.setattr(telemetry, "node_processes", lambda: [Slow()])
+    watch, peaks = MemoryWatch(), list[int]()
+
+    def look() -> None:
+        watch.look()
+        peaks.append(watch.peak_bytes)
+
+    first, last = (threading.Thread(target=look) for _ in range(2))
+    first.start()
+    assert measuring.wait(10)
+    last.start()
+    last.join(0.2)
+    measured.set()
+    first.join()
+    last.join()
+    assert peaks == [100, 100]
 
 
 def test_the_rough_figure_follows_this_process_and_its_measure_is_near_the_systems() -> None:
