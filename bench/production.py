@@ -170,7 +170,12 @@ def configuration(args: argparse.Namespace, folder: Path) -> Config:
                     "max_tokens": args.tokens,
                 }
             ],
-            "rollout": {"num_workers": args.workers, "agent_workers": args.agents},
+            # Slots for all that may be in flight: an engine that answers at once has no other limit.
+            "rollout": {
+                "num_workers": args.workers,
+                "agent_workers": args.agents,
+                "max_num_seqs": args.pending * args.group_size,
+            },
             "train": {
                 "num_steps": 10**6,
                 "batch_size": args.batch,
