@@ -213,8 +213,8 @@ class BufferCounts:
     """Above a high-water mark, and since then not yet below the low-water mark."""
     room: int | None = None
     """Groups until the high-water mark; None: there is no such mark."""
-    last_steps: dict[str, dict[Status, dict[int, int]]] = field(default_factory=dict)
-    """COMPLETED and ABORTED groups of each task by the last step that may train them."""
+    oldest: dict[str, dict[Status, dict[int, int]]] = field(default_factory=dict)
+    """COMPLETED and ABORTED groups of each task by the version of their oldest token, NEVER without one."""
 
 
 class Buffer(Protocol[BatchT_co]):

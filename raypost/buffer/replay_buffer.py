@@ -250,16 +250,14 @@ class ReplayBuffer:
             if status is not Status.INIT:
                 groups[task][status] = count
         index = self.state.index
-        last_steps = {
-            task: {status: index.last_steps(task, status) for status in (Status.COMPLETED, Status.ABORTED)}
+        oldest = {
+            task: {status: index.oldest(task, status) for status in (Status.COMPLETED, Status.ABORTED)}
             for task in groups
         }
         room = None
         if self._bounds.max_groups is not None:
             room = max(0, self._bounds.max_groups - sum(sum(one.values()) for one in groups.values()))
-        return BufferCounts(
-            groups=groups, nbytes=pinned, is_full=self.state.full, room=room, last_steps=last_steps
-        )
+        return BufferCounts(groups=groups, nbytes=pinned, is_full=self.state.full, room=room, oldest=oldest)
 
     # ---------------------------------------------------------------- changes
 

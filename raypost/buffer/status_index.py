@@ -30,11 +30,6 @@ class StoredGroup(NamedTuple):
     """First train step at which one of its members is expired."""
     nbytes: int
 
-    @property
-    def last_step(self) -> int:
-        """Last train step that may train it."""
-        return self.expires_at - 1
-
 
 _Rank = tuple[int, int, GroupKey]
 
@@ -42,7 +37,7 @@ _Rank = tuple[int, int, GroupKey]
 @dataclass(slots=True)
 class _Bucket:
     ranks: list[_Rank] = field(default_factory=list)
-    last_steps: Counter[int] = field(default_factory=Counter)
+    oldest: Counter[int] = field(default_factory=Counter)
     nbytes: int = 0
 
 
@@ -57,7 +52,7 @@ class StatusIndex:
         """Add a group that stands under no status."""
         bucket = self._buckets.setdefault((group.key[0], status), _Bucket())
         insort(bucket.ranks, self._rank(group))
-        bucket.last_steps[group.last_step] += 1
+        bucket.oldest[group.oldest] += 1
         bucket.nbytes += group.nbytes
 
     def remove(self, group: StoredGroup, status: Status) -> None:
@@ -67,9 +62,9 @@ class StatusIndex:
         at = bisect_left(bucket.ranks, rank)
         assert bucket.ranks[at] == rank
         del bucket.ranks[at]
-        bucket.last_steps[group.last_step] -= 1
-        if not bucket.last_steps[group.last_step]:
-            del bucket.last_steps[group.last_step]
+        bucket.oldest[group.oldest] -= 1
+        if not bucket.oldest[group.oldest]:
+            del bucket.oldest[group.oldest]
         bucket.nbytes -= group.nbytes
 
     def keys(self, task: str, status: Status) -> Iterator[GroupKey]:
@@ -88,10 +83,10 @@ class StatusIndex:
             if bucket.ranks:
                 yield task, status, len(bucket.ranks), bucket.nbytes
 
-    def last_steps(self, task: str, status: Status) -> dict[int, int]:
-        """Return how many groups of one task and status may be trained by each step at the latest."""
+    def oldest(self, task: str, status: Status) -> dict[int, int]:
+        """Return how many groups of one task and status have each version as that of their oldest token."""
         bucket = self._buckets.get((task, status))
-        return dict(bucket.last_steps) if bucket else {}
+        return dict(bucket.oldest) if bucket else {}
 
     def _rank(self, group: StoredGroup) -> _Rank:
         return (group.oldest, group.sequence, group.key)

@@ -41,7 +41,6 @@ from raypost.plan.schedule import (
     started_at_once,
     strategy_warnings,
 )
-from raypost.production.build import task_limits
 
 __all__ = ["Bound", "Bundle", "ClusterResources", "Plan", "bundles", "check"]
 
@@ -165,10 +164,9 @@ def _warnings(config: Config) -> Iterator[str]:
             "checkpoint.keep_best needs scores, but eval.interval is 0, so only the last checkpoint has one: set it to "
             f"checkpoint.interval {checkpoint.interval}"
         )
-    thresholds = [limits.stale_threshold for limits in task_limits(config).values()]
     correction = train.correction
     uncorrected = correction.weight is None and correction.reject is None and correction.proximal != "rollout"
-    if uncorrected and any(one is not None and one > 1 for one in thresholds):
+    if uncorrected and config.staleness_bound > 0:
         yield (
             "train.correction has neither weight nor reject although trained data may be stale: its mismatch "
             "stays uncorrected"

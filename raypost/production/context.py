@@ -13,7 +13,7 @@ import asyncio
 import logging
 import math
 from collections import Counter
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -185,10 +185,23 @@ class ProduceContext:
         if task.strategy.may_end_early:
             return 0
         name = task.config.name
-        stored = counts.last_steps.get(name, {})
-        unfinished = self.pending.last_steps(name) + Counter(stored.get(Status.ABORTED, {}))
-        share = lambda following: self.progress.allocation(following)[name]  # noqa: E731
-        return groups_owed(unfinished, stored.get(Status.COMPLETED, {}), step, share)
+        completed, interrupted = (
+            self._last_steps(task, counts.oldest.get(name, {}).get(status, {}))
+            for status in (Status.COMPLETED, Status.ABORTED)
+        )
+
+        def share(following: int) -> int:
+            return self.progress.allocation(following)[name]
+
+        return groups_owed(self.pending.last_steps(name) + interrupted, completed, step, share)
+
+    @staticmethod
+    def _last_steps(task: TaskRuntime, oldest: Mapping[int, int]) -> Counter[int]:
+        """Return groups by the last step that trains every token of theirs; `oldest`: by the oldest token's version."""
+        last_steps: Counter[int] = Counter()
+        for version, groups in oldest.items():
+            last_steps[task.strategy.last_step(version)] += groups
+        return last_steps
 
     # ---------------------------------------------------------------- receiving groups
 

@@ -58,7 +58,7 @@ class PendingGroup:
     task: asyncio.Task[Group]
     started_s: float
     last_step: int = NEVER
-    """Last train step that may train it."""
+    """Last train step that may train all of its tokens."""
     stored: bool = False
     """It came out of the buffer, which still knows it."""
     put_back: bool = False
@@ -99,7 +99,7 @@ class PendingSet:
 
     def num_of(self, task: str) -> int:
         """Return how many groups of one task are in flight."""
-        return sum(key[0] == task for key in self._pending)
+        return self.num_by_task()[task]
 
     def num_by_task(self) -> Counter[str]:
         """Return how many groups of each task are in flight."""

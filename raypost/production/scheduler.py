@@ -79,10 +79,11 @@ class Scheduler:
             nearest = min(going, key=lambda one: self._progress.producer_future_step[one.name])
             await self._work_for_next(nearest, counts, last_step)
         lacking = any(self._lacks(one) or one.owed for one in rounds)
-        at_bound = any(
-            one.expired and not one.waits and self._progress.target[one.name] > 0 for one in rounds
-        )
-        stopped = at_bound and not lacking and not any(one.waits and not one.expired for one in rounds)
+        held = [one for one in rounds if one.waits and not one.expired]
+        at_bound = [
+            one for one in rounds if one.expired and not one.waits and self._progress.target[one.name]
+        ]
+        stopped = bool(at_bound) and not lacking and not held
         context.set_status(ProduceBatchStatus.EXPIRED_BATCH if stopped else ProduceBatchStatus.NORMAL)
         return lacking
 

@@ -123,7 +123,7 @@ class AsyncProduceStrategy:
         return completed < target
 
     def last_step(self, version: int) -> int:
-        """Return the last step that may train a group that `version` makes."""
+        """Return the last step that may train all of a group whose oldest token is of `version`."""
         return min(version + self.horizon, NEVER)
 
     def is_production_expired(self, future_step: int, version: int) -> bool:

@@ -11,7 +11,7 @@ import asyncio
 import copy
 from typing import Any
 
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
@@ -308,6 +308,23 @@ def strategies_of_a_task(draw: st.DrawFn) -> dict[str, Any]:
     }
 
 
+@example(  # a finished group that began under an older version than it ended under
+    tasks=[
+        {
+            "max_staleness": 3,
+            "max_token_staleness": 2,
+            "drop_uniform_rewards": True,
+            "tail_batch_trigger_size": -1,
+        }
+    ],
+    interval=1,
+    mode="abort",
+    num_slots=None,
+    max_groups=None,
+    train_s=0.0,
+    longest_s=6,
+    seed=1,
+)
 @settings(max_examples=60, deadline=None)
 @given(
     tasks=st.lists(strategies_of_a_task(), min_size=1, max_size=2),

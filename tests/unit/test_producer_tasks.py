@@ -167,7 +167,8 @@ def test_groups_start_until_the_engines_are_full_and_the_next_step_comes_first()
             for step in range(1, 5):
                 await train_step(world, step)
             # Members of one length are at work together: what was learned of them leaves room for fewer groups.
-            assert len(world.producer.pending) < 8
+            await asyncio.sleep(1)
+            assert 4 <= len(world.producer.pending) <= 6
 
     virtual(main())
 
