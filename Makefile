@@ -9,7 +9,7 @@ SHELL := /bin/bash
 .SHELLFLAGS := -eu -o pipefail -c
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help run test check docs format lock clean
+.PHONY: help run test test-all check docs format lock clean
 
 RECIPE ?= quickstart
 ARGS ?=
@@ -26,7 +26,7 @@ STATEFUL := tests/unit/test_producer_invariants.py $(wildcard tests/unit/test_*_
 CONFIG = $(if $(filter %.yaml,$(RECIPE)),$(RECIPE),jobs/recipes/$(RECIPE).yaml)
 
 help:  ## list the targets
-	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## (.*)/  make \1|\2/' | column -t -s '|'
+	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1|\2/' | column -t -s '|'
 
 run: $(INSTALLED)  ## train on this machine: RECIPE=quickstart ARGS="train.num_steps=5"
 	@exec $(BIN)/python -m jobs.run --config $(CONFIG) $(ARGS)
@@ -37,6 +37,9 @@ test: $(INSTALLED)  ## unit tests (with their coverage), actor tests, end-to-end
 	$(BIN)/python -m pytest $(PYTEST_ARGS) tests/peers
 	$(BIN)/python -m pytest $(PYTEST_ARGS) tests/actors
 	$(BIN)/python -m pytest $(PYTEST_ARGS) tests/jobs
+
+test-all: test  ## those, and the slow ones
+	$(BIN)/python -m pytest $(PYTEST_ARGS) -m slow tests/unit tests/actors tests/jobs
 
 check: $(INSTALLED)  ## lint, format, types, and who may import whom
 	$(BIN)/ruff check

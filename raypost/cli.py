@@ -25,7 +25,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from raypost.config import Config, load_config
-from raypost.config.tasks import function_file
+from raypost.config.judges import function_file
 from raypost.errors import ConfigError, RaypostError
 from raypost.plan.cluster import ClusterResources
 

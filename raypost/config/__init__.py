@@ -13,6 +13,7 @@ from raypost.config.algorithm import (
     SelectionConfig,
     SftConfig,
 )
+from raypost.config.judges import JudgeConfig
 from raypost.config.resources import (
     ConfigModel,
     EnginePoolConfig,
@@ -32,13 +33,8 @@ from raypost.config.run import (
     load_config,
     parse_config,
 )
-from raypost.config.tasks import (
-    AgentLoopConfig,
-    JudgeConfig,
-    SourceConfig,
-    StrategyConfig,
-    TaskConfig,
-)
+from raypost.config.source import SourceConfig
+from raypost.config.tasks import AgentLoopConfig, StrategyConfig, TaskConfig
 from raypost.config.train import CriticConfig, LoraConfig, TrainConfig
 
 __all__ = [

@@ -2,69 +2,15 @@
 
 from __future__ import annotations
 
-import re
-from collections.abc import Iterator, Sequence
-from pathlib import Path
+from collections.abc import Sequence
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, ValidationInfo, model_validator
+from pydantic import Field, model_validator
 
+from raypost.config.judges import JudgeConfig
 from raypost.config.resources import ConfigModel
+from raypost.config.source import SourceConfig
 from raypost.staleness import stale_threshold
-
-
-class SourceConfig(ConfigModel):
-    """Where prompts come from."""
-
-    kind: Literal["reasoning_gym", "jsonl", "parquet", "hf_disk", "python"]
-    """What `dataset` names: a dataset of reasoning-gym, files of rows, a Hugging Face dataset on disk, or a
-    function."""
-    dataset: str | Annotated[tuple[str, ...], Field(min_length=1)]
-    """reasoning_gym: name of the dataset. jsonl, parquet: path or glob pattern of the files, or a list of them, read in
-    that order. hf_disk: folder that a Hugging Face dataset's save_to_disk wrote. python: `module:function`, called
-    with `params`, that returns a sequence of dicts, or an iterable of them without a length; each call must give the
-    same ones in the same order."""
-    params: dict[str, Any] = Field(default_factory=dict)
-    """Parameters of the reasoning-gym dataset or of the function; for hf_disk `split`, if it has several."""
-    question_field: str = "prompt"
-    """Name of the field, or column, that holds the question."""
-    answer_field: str = "answer"
-    """Name of the field, or column, that holds the answer; all others become metadata of the prompt."""
-    size: Annotated[int, Field(ge=1)] | None = None
-    """Problems in one epoch; later epochs repeat them in another order, or in the same order if `dataset` is an
-    iterable without a length. null: all, and 100,000 of reasoning-gym, which has no end."""
-    index_dir: Path | None = Path("~/.cache/raypost/index")
-    """Folder that keeps where the rows of jsonl files are, so that files that did not change are read whole once and
-    not at every start. null keeps nothing."""
-    num_workers: Annotated[int, Field(ge=0)] = 0
-    """Processes that read and tokenise prompts ahead; 0: the producer does so itself when it needs one."""
-
-    @model_validator(mode="after")
-    def _options_fit_the_kind(self) -> SourceConfig:
-        kind = self.kind
-        if not isinstance(self.dataset, str) and kind not in ("jsonl", "parquet"):
-            raise ValueError(
-                f"dataset is a list of {len(self.dataset)}, which kind {kind!r} cannot have: name one, or use kind "
-                "'jsonl' or 'parquet'"
-            )
-        if kind == "python" and not re.fullmatch(r"[\w.]+:[\w.]+", str(self.dataset)):
-            raise ValueError(f"dataset {self.dataset!r} is no import path: write it as module:function")
-        known = {"jsonl": set(), "parquet": set(), "hf_disk": {"split"}}.get(kind, set(self.params))
-        if unknown := sorted(set(self.params) - known):
-            raise ValueError(
-                f"params has {', '.join(unknown)}, which kind {kind!r} does not use: "
-                + ("it has split alone" if known else "leave params out")
-            )
-        if self.question_field == self.answer_field:
-            raise ValueError(
-                f"question_field and answer_field are both {self.question_field!r}: the answer would be in the prompt"
-            )
-        if kind == "reasoning_gym" and (self.question_field, self.answer_field) != ("prompt", "answer"):
-            raise ValueError(
-                f"kind 'reasoning_gym' has no fields {self.question_field!r} and {self.answer_field!r}: leave "
-                "question_field and answer_field out"
-            )
-        return self
 
 
 class StrategyConfig(ConfigModel):
@@ -112,135 +58,6 @@ class StrategyConfig(ConfigModel):
     def stale_threshold(self, sync_weights_interval: int) -> int:
         """Return the staleness in train steps from which a group is expired."""
         return stale_threshold(self.bound_periods, sync_weights_interval)
-
-
-class JudgeConfig(ConfigModel):
-    """How a response is scored."""
-
-    kind: Literal["reasoning_gym", "exact", "math", "function", "reward_model", "composed"] = "reasoning_gym"
-    """What scores a response: reasoning-gym's own scorer, equality with the answer (spaces around both are ignored) or
-    with its meaning as mathematics, a function of yours, a reward model, or several of these together."""
-    reward_model: str | None = None
-    """Name of one of `reward_models`, with kind reward_model."""
-    answer_pattern: str | None = None
-    """Regular expression that finds the answer in a response: the first group of its last match. null: the answer is
-    the whole response."""
-    function: str | None = None
-    """With kind function: `reward.py:score`, a file and a function in it, relative to the configuration's folder or
-    absolute, or `module:function` of a module that is installed or lies in the job's working directory."""
-    function_source: str | None = None
-    """Text of that file. It is read when the configuration is loaded, so that judges on other nodes have it, and so
-    that the run folder says what the run was rewarded for. null: the function is in a module."""
-    timeout_s: Annotated[float, Field(gt=0)] = 30
-    """Longest time that the function, or kind math, may take for one call, seconds. After it its process is ended."""
-    parts: dict[Annotated[str, Field(pattern=r"^[A-Za-z0-9_-]{1,40}$")], PartConfig] = Field(
-        default_factory=dict
-    )
-    """With kind composed: judges by name. Each is in the metrics under its name."""
-    combine: Literal["sum", "product", "min"] = "sum"
-    """How the parts' scores, each times its weight, become one reward: their sum, product or minimum."""
-
-    @model_validator(mode="before")
-    @classmethod
-    def _read_function(cls, data: Any, info: ValidationInfo) -> Any:
-        if not isinstance(data, dict) or data.get("function_source") is not None:
-            return data
-        file = function_file(data.get("function"))
-        if file is None or data.get("kind") != "function":
-            return data
-        folder = Path((info.context or {}).get("folder", "."))
-        return {**data, "function_source": _read_source(folder / Path(file).expanduser(), data["function"])}
-
-    @model_validator(mode="after")
-    def _options_fit_the_kind(self) -> JudgeConfig:
-        for kind, names in _JUDGE_OPTIONS.items():
-            for name in names:
-                field, value = type(self).model_fields[name], getattr(self, name)
-                shared = name in _JUDGE_OPTIONS.get(self.kind, ())
-                if not shared and value != field.get_default(call_default_factory=True, validated_data={}):
-                    raise ValueError(
-                        f"{name} {value!r:.80} is not used by kind {self.kind!r}: leave it out, or use kind {kind!r}"
-                    )
-        needed = {
-            "reward_model": "name one of reward_models",
-            "function": "name it as FILE.py:NAME or module:NAME",
-        }
-        if self.kind in needed and getattr(self, self.kind) is None:
-            raise ValueError(f"kind is {self.kind!r}, but {self.kind} is null: {needed[self.kind]}")
-        if self.kind == "composed" and not self.parts:
-            raise ValueError("kind is 'composed', but parts is empty: give it judges by name")
-        if self.function is not None and not _FUNCTION.fullmatch(self.function):
-            raise ValueError(
-                f"function {self.function!r} names no function: write FILE.py:NAME, such as reward.py:score, or "
-                "module:NAME"
-            )
-        return self
-
-    @model_validator(mode="after")
-    def _pattern_compiles(self) -> JudgeConfig:
-        if self.answer_pattern is not None:
-            try:
-                groups = re.compile(self.answer_pattern).groups
-            except re.error as error:
-                raise ValueError(
-                    f"answer_pattern {self.answer_pattern!r} is no regular expression: {error}"
-                ) from None
-            if groups < 1:
-                raise ValueError(
-                    f"answer_pattern {self.answer_pattern!r} needs a group: put the answer in (...)"
-                )
-        return self
-
-    def every(self, place: str = "judge") -> Iterator[tuple[str, JudgeConfig]]:
-        """Yield this judge and all judges in it, each with its place in the configuration."""
-        yield place, self
-        for name, part in self.parts.items():
-            yield from part.every(f"{place}.parts.{name}")
-
-
-class PartConfig(JudgeConfig):
-    """One judge of several."""
-
-    weight: float = 1.0
-    """What its score is multiplied by."""
-
-
-JudgeConfig.model_rebuild()
-
-_JUDGE_OPTIONS: dict[str, tuple[str, ...]] = {
-    "exact": ("answer_pattern",),
-    "reasoning_gym": ("answer_pattern",),
-    "reward_model": ("reward_model",),
-    "function": ("function", "function_source", "timeout_s"),
-    "math": ("timeout_s",),
-    "composed": ("parts", "combine"),
-}
-"""Which options a kind of judge has."""
-_FUNCTION = re.compile(r"(?:.+\.py|[\w.]+):[A-Za-z_][\w.]*")
-MAX_SOURCE_BYTES = 1_000_000
-"""Longest file of a function: it travels with the configuration."""
-
-
-def function_file(function: object) -> str | None:
-    """Return the file in `reward.py:score`; None for `module:function`, or what is neither."""
-    file, colon, _ = function.rpartition(":") if isinstance(function, str) else ("", "", "")
-    return file if colon and file.endswith(".py") else None
-
-
-def _read_source(path: Path, function: str) -> str:
-    try:
-        size = path.stat().st_size
-        if size > MAX_SOURCE_BYTES:
-            raise ValueError(
-                f"function {function!r}: {path} has {size} bytes, more than {MAX_SOURCE_BYTES}: put what is in it into "
-                "a module, and name that as module:function"
-            )
-        return path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise ValueError(
-            f"function {function!r}: {path} cannot be read ({getattr(error, 'strerror', None) or error}); a file's "
-            "path is relative to the configuration's folder"
-        ) from None
 
 
 class AgentLoopConfig(ConfigModel):

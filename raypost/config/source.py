@@ -1,0 +1,65 @@
+"""The configuration of a source of prompts."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import Field, model_validator
+
+from raypost.config.resources import ConfigModel
+
+
+class SourceConfig(ConfigModel):
+    """Where prompts come from."""
+
+    kind: Literal["reasoning_gym", "jsonl", "parquet", "hf_disk", "python"]
+    """What `dataset` names: a dataset of reasoning-gym, files of rows, a Hugging Face dataset on disk, or a
+    function."""
+    dataset: str | Annotated[tuple[str, ...], Field(min_length=1)]
+    """reasoning_gym: name of the dataset. jsonl, parquet: path or glob pattern of the files, or a list of them, read in
+    that order. hf_disk: folder that a Hugging Face dataset's save_to_disk wrote. python: `module:function`, called
+    with `params`, that returns a sequence of dicts, or an iterable of them without a length; each call must give the
+    same ones in the same order."""
+    params: dict[str, Any] = Field(default_factory=dict)
+    """Parameters of the reasoning-gym dataset or of the function; for hf_disk `split`, if it has several."""
+    question_field: str = "prompt"
+    """Name of the field, or column, that holds the question."""
+    answer_field: str = "answer"
+    """Name of the field, or column, that holds the answer; all others become metadata of the prompt."""
+    size: Annotated[int, Field(ge=1)] | None = None
+    """Problems in one epoch; later epochs repeat them in another order, or in the same order if `dataset` is an
+    iterable without a length. null: all, and 100,000 of reasoning-gym, which has no end."""
+    index_dir: Path | None = Path("~/.cache/raypost/index")
+    """Folder that keeps where the rows of jsonl files are, so that files that did not change are read whole once and
+    not at every start. null keeps nothing."""
+    num_workers: Annotated[int, Field(ge=0)] = 0
+    """Processes that read and tokenise prompts ahead; 0: the producer does so itself when it needs one."""
+
+    @model_validator(mode="after")
+    def _options_fit_the_kind(self) -> SourceConfig:
+        kind = self.kind
+        if not isinstance(self.dataset, str) and kind not in ("jsonl", "parquet"):
+            raise ValueError(
+                f"dataset is a list of {len(self.dataset)}, which kind {kind!r} cannot have: name one, or use kind "
+                "'jsonl' or 'parquet'"
+            )
+        if kind == "python" and not re.fullmatch(r"[\w.]+:[\w.]+", str(self.dataset)):
+            raise ValueError(f"dataset {self.dataset!r} is no import path: write it as module:function")
+        known = {"jsonl": set(), "parquet": set(), "hf_disk": {"split"}}.get(kind, set(self.params))
+        if unknown := sorted(set(self.params) - known):
+            raise ValueError(
+                f"params has {', '.join(unknown)}, which kind {kind!r} does not use: "
+                + ("it has split alone" if known else "leave params out")
+            )
+        if self.question_field == self.answer_field:
+            raise ValueError(
+                f"question_field and answer_field are both {self.question_field!r}: the answer would be in the prompt"
+            )
+        if kind == "reasoning_gym" and (self.question_field, self.answer_field) != ("prompt", "answer"):
+            raise ValueError(
+                f"kind 'reasoning_gym' has no fields {self.question_field!r} and {self.answer_field!r}: leave "
+                "question_field and answer_field out"
+            )
+        return self
