@@ -138,6 +138,14 @@ class RolloutState:
     response_mask: MaskArray = field(default_factory=_empty_mask)
     response_text: str = ""
     reward: float | None = None
+    reward_parts: dict[str, float] = field(default_factory=dict)
+    """Named parts of the reward."""
+    judge_words: str = ""
+    """What the judge said, where it says something."""
+    judge_s: float = 0.0
+    """Seconds of the judge's call, which scores a group."""
+    judge_retries: int = 0
+    """Times that the judge asked once more in that call."""
     finish_reason: str | None = None
     error: str | None = None
     num_aborts: int = 0
@@ -194,6 +202,13 @@ class RolloutState:
         self.policy_versions = np.concatenate([self.policy_versions, np.asarray(versions, np.int32)])
         self.response_mask = np.concatenate([self.response_mask, np.asarray(mask, np.bool_)])
 
+    def set_reward(self, reward: float | None) -> None:
+        """Take a reward, with what a Score says beside it; None: there is none."""
+        score = reward if isinstance(reward, Score) else Score(0.0)
+        self.reward = None if reward is None else float(reward)
+        self.reward_parts, self.judge_words = dict(score.parts), score.words
+        self.judge_s, self.judge_retries = score.seconds, score.retries
+
     def reset(self) -> None:
         """Forget the response, as if it had never been generated. Identity and prompt stay."""
         self.status = Status.INIT
@@ -202,7 +217,7 @@ class RolloutState:
         self.policy_versions = _empty_ints()
         self.response_mask = _empty_mask()
         self.response_text = ""
-        self.reward = None
+        self.set_reward(None)
         self.finish_reason = None
         self.error = None
         self.worker = ""
@@ -272,13 +287,22 @@ class Sample:
 class Score(float):
     """A reward, and the named parts that it is made of; as a number it is the reward."""
 
-    __slots__ = ("parts",)
+    __slots__ = ("parts", "retries", "seconds", "words")
     parts: dict[str, float]
+    words: str
+    seconds: float
+    """Of the call that gave it, as the judge's host measured it."""
+    retries: int
+    """Times that the judge asked once more in that call."""
 
-    def __new__(cls, reward: float, parts: Mapping[str, float] | None = None) -> Score:
-        """`parts`: figures by name, which become metrics of the task and change nothing else."""
+    def __new__(cls, reward: float, parts: Mapping[str, float] | None = None, words: str = "") -> Score:
+        """`parts`: figures by name, which become metrics of the task. `words`: why; kept with samples.
+
+        Neither changes the reward.
+        """
         score = super().__new__(cls, reward)
         score.parts = dict(parts or {})
+        score.words, score.seconds, score.retries = words, 0.0, 0
         return score
 
     @property

@@ -142,7 +142,7 @@ def stopped(state: RolloutState) -> bool:
 
 def complete(state: RolloutState, reward: float) -> None:
     """Mark a trajectory as finished and scored."""
-    state.reward = reward
+    state.set_reward(reward)
     state.status = Status.COMPLETED
     state.error = None
 
@@ -151,4 +151,4 @@ def fail(state: RolloutState, error: str) -> None:
     """Mark a trajectory as failed, without a reward."""
     state.status = Status.FAILED
     state.error = error
-    state.reward = None
+    state.set_reward(None)

@@ -100,7 +100,7 @@ class SingleTurnAgentLoop(GroupLoop):
             return
         for state, reward in zip(states, rewards, strict=True):
             if math.isfinite(reward):
-                complete(state, float(reward))
+                complete(state, reward)
             else:
                 fail(state, f"the judge gave reward {reward}")
 

@@ -34,7 +34,7 @@ from raypost.packed import PackedGroups, group_statuses, has_status, join_groups
 from raypost.protocols import BufferBounds, BufferCounts, ExpiredGroup, Lease, PutResult, TaskLimits
 from raypost.types import GroupKey, Status
 
-FORMAT = 2
+FORMAT = 3
 """Of the state in a checkpoint."""
 _STATUSES = tuple(Status)
 

@@ -42,9 +42,11 @@ class ComposedJudge:
         return scores
 
     def _score(self, scores: Mapping[str, float]) -> Score:
-        parts = {}
+        parts, words = {}, []
         for name, score in scores.items():
             parts[name] = float(score)
             if isinstance(score, Score):
                 parts |= {f"{name}/{inner}": value for inner, value in score.parts.items()}
-        return Score(self._combine([self._parts[name][0] * scores[name] for name in scores]), parts)
+                words += [f"{name}: {score.words}"] if score.words else []
+        reward = self._combine([self._parts[name][0] * scores[name] for name in scores])
+        return Score(reward, parts, "\n".join(words))

@@ -164,8 +164,8 @@ class Caller:
 
     def _score(self, result: Any) -> Score:
         function = self._spec.function
-        parts = result.parts if isinstance(result, Score) else {}
-        score = Score(_number(result, f"{function} returned"))
+        parts, words = (result.parts, result.words) if isinstance(result, Score) else ({}, "")
+        score = Score(_number(result, f"{function} returned"), words=str(words))
         for name, value in parts.items():
             if not isinstance(name, str) or "\n" in name:
                 raise RefusedError(f"{function} named a part {name!r}: a name is a text of one line")
@@ -285,7 +285,9 @@ class Server:
             raise RefusedError(self._text(error)) from error
 
     def _answer_scores(self, number: int, scores: list[Score]) -> None:
-        self._answer({"number": number, "scores": [[score.reward, score.parts] for score in scores]})
+        self._answer(
+            {"number": number, "scores": [[score.reward, score.parts, score.words] for score in scores]}
+        )
 
     def _text(self, error: BaseException) -> str:
         if isinstance(error, RefusedError):

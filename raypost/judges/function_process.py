@@ -137,7 +137,7 @@ class FunctionProcess:
             await self._end(child, "another call hung")
             raise JudgeError(f"{late}; its process was ended") from None
         if "scores" in found:
-            return [Score(reward, parts) for reward, parts in found["scores"]]
+            return [Score(*score) for score in found["scores"]]
         raise JudgeError(found["error"] or late)
 
     async def _send(self, child: _Child, message: object) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Mapping
+from contextvars import ContextVar
 
 from raypost.config import TaskConfig
 from raypost.errors import JudgeError
@@ -14,6 +15,9 @@ from raypost.judges.reward_model import RewardModel
 from raypost.metrics import JudgeFigures
 from raypost.types import EVALUATION_PRIORITY, RolloutState, Score
 
+_RETRIES: ContextVar[list[None]] = ContextVar("retries")
+"""An entry for each retry of the call that is being made."""
+
 
 class TaskJudge:
     """Scores responses of one task, and counts what that took."""
@@ -22,21 +26,29 @@ class TaskJudge:
         """Raise ConfigError as `build_judge` does. Processes of functions are started when they are needed."""
         self._figures = JudgeFigures()
         self._functions: list[FunctionJudge] = []
-        self._judge = build_judge(task, reward_models, self._figures.count_retry, self._functions)
+        self._judge = build_judge(task, reward_models, self._count_retry, self._functions)
 
     async def judge(self, states: list[RolloutState]) -> list[float]:
         """Return one reward for each state. Raises JudgeError, whose text begins with "judge:"."""
-        start = time.monotonic()
+        start, retries = time.monotonic(), list[None]()
+        _RETRIES.set(retries)
         try:
             scores = await self._judge.judge(states)
         except JudgeError as error:
             self._figures.count(time.monotonic() - start, num_failed=len(states))
             raise JudgeError(f"judge: {error}") from error
-        self._figures.count(time.monotonic() - start)
-        for state, score in zip(states, scores, strict=True):
-            if isinstance(score, Score) and state.priority != EVALUATION_PRIORITY:
+        seconds = time.monotonic() - start
+        self._figures.count(seconds)
+        judged = [one if isinstance(one, Score) else Score(one) for one in scores]
+        for state, score in zip(states, judged, strict=True):
+            score.seconds, score.retries = seconds, len(retries)
+            if state.priority != EVALUATION_PRIORITY:
                 self._figures.count_parts(score.parts)
-        return scores
+        return [*judged]
+
+    def _count_retry(self) -> None:
+        self._figures.count_retry()
+        _RETRIES.get().append(None)
 
     def drain_figures(self) -> JudgeFigures | None:
         """Return what was done since the last call; None for nothing."""

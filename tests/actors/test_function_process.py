@@ -19,7 +19,7 @@ from raypost.config import JudgeConfig
 from raypost.data.prompt import Prompt
 from raypost.errors import JudgeError
 from raypost.judges.function import try_function
-from raypost.types import EVALUATION_PRIORITY
+from raypost.types import EVALUATION_PRIORITY, Score
 from tests.unit.reward_functions import config_of, state_of, task_of
 
 Make = Callable[..., JudgeWorker]
@@ -161,7 +161,8 @@ async def test_a_process_that_dies_is_tried_once_more_and_then_the_group_fails(
             return 1.0
     """
     judge = worker(once)
-    assert await judge.judge([state_of("a")]) == [1.0]
+    (score,) = await judge.judge([state_of("a")])
+    assert isinstance(score, Score) and (score, score.retries) == (1.0, 1)
     assert (await judge.drain_figures())["words"].retries == 1
     assert "its process died in two calls with it: exit code 3" in await failure(judge, "die")
     assert await judge.judge([state_of("a")]) == [1.0]

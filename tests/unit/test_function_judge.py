@@ -17,8 +17,10 @@ from raypost.errors import ConfigError, JudgeError
 from raypost.judges.build import build_judge
 from raypost.judges.composed import ComposedJudge
 from raypost.judges.function_child import MODULE, RefusedError
+from raypost.judges.task_judge import TaskJudge
 from raypost.metrics import JudgeFigures
-from raypost.types import RolloutState, Score
+from raypost.packed import pack_groups, unpack_groups
+from raypost.types import Group, RolloutState, Score
 from tests.factories import plain_config, refusal_of
 from tests.unit.reward_functions import called, state_of, task_of, write
 
@@ -278,6 +280,33 @@ async def test_parts_become_one_reward_and_keep_their_names(combine: str, reward
         "short": 0.5,
         "short/words": 3.0,
     }
+
+
+async def test_words_of_parts_are_told_apart() -> None:
+    parts = {
+        "a": (1.0, Fixed(Score(1.0, words="right"))),
+        "b": (1.0, Fixed(0.0)),
+        "c": (1.0, Fixed(Score(1.0))),
+    }
+    (score,) = await ComposedJudge(parts, "sum").judge([state_of("a")])
+    assert isinstance(score, Score) and score.words == "a: right"
+
+
+async def test_what_a_judge_says_beside_the_reward_stays_with_the_trajectory() -> None:
+    (score,) = await TaskJudge(task_of(JudgeConfig(kind="exact", answer_pattern="(.*)"))).judge(
+        [state_of("4")]
+    )
+    assert isinstance(score, Score) and score.seconds > 0 and score.retries == 0
+    score.parts, score.words, score.retries = {"right": 1.0}, "well done", 2
+    state = state_of("4")
+    state.set_reward(pickle.loads(pickle.dumps(score)))
+    (back,) = unpack_groups(pack_groups([Group(task=state.task, group_id=state.group_id, states=[state])]))
+    (member,) = back.states
+    assert (member.reward, type(member.reward)) == (float(score), float)
+    assert (member.reward_parts, member.judge_words) == ({"right": 1.0}, "well done")
+    assert (member.judge_s, member.judge_retries) == (score.seconds, 2)
+    member.reset()
+    assert (member.reward, member.reward_parts, member.judge_words, member.judge_retries) == (None, {}, "", 0)
 
 
 async def test_a_part_that_fails_fails_the_whole_by_name() -> None:
