@@ -23,7 +23,7 @@ from raypost.packed import PackedGroups
 from raypost.pause import PauseMode
 from raypost.production.build import allocation_of, strategy_of
 from raypost.production.producer import Producer, TaskRuntime
-from raypost.protocols import AgentLoop, Buffer, RolloutControl, TakeStatus
+from raypost.protocols import AgentLoop, Buffer, SwapControl, TakeStatus
 from raypost.spans import SpanLog
 from raypost.types import GroupCounts, Ref, Span
 
@@ -39,10 +39,11 @@ class ProducerActor:
         model_path: str,
         agent_loop: AgentLoop,
         buffer: Buffer[Ref[PackedGroups]],
-        control: RolloutControl,
+        control: SwapControl,
     ) -> None:
         """Read the tokenizer and the sources; production starts with `run` and the first `resume`."""
         self._spans = SpanLog("producer")
+        self._control = control
         tokenizer = Tokenizer.load(model_path)
         tasks: list[TaskRuntime] = []
         for task in config.tasks:
@@ -99,6 +100,11 @@ class ProducerActor:
             # Processes that read ahead take seconds to start, which must not hold up this actor's other calls.
             await asyncio.to_thread(sampler.start)
         await self._producer.resume(version)
+
+    async def swap(self, version: int) -> None:
+        """Go on with `version`, which the pool has staged."""
+        with self._spans.span("pause"):
+            await self._producer.swap(version, self._control.swap)
 
     async def counts(self) -> GroupCounts:
         """Return where every group is."""

@@ -2,19 +2,20 @@
 
     python -m bench.sync --config jobs/recipes/quickstart.yaml train.num_steps=20
     python -m bench.sync --config jobs/recipes/smollm2.yaml train.num_steps=8
-    python -m bench.sync --config jobs/recipes/quickstart.yaml --pause-modes abort keep -- train.num_steps=60
+    python -m bench.sync --config jobs/recipes/quickstart.yaml --pause-modes abort keep swap -- train.num_steps=60
 
 The roles are those of the main job on a Ray of its own, and the loop is that of jobs/train.py with a clock around each
 call, without checkpoints and evaluations. When production resumes, a request for one token is tried every 2 ms, ahead
-of all others: the stall is the time from the call of `pause` until that token is back at the driver.
+of all others: the stall is the time from the call of `pause`, or `swap`, until that token is back at the driver.
 
-With several `--pause-modes` the modes take turns, BLOCK steps each, on the same engines.
+With several `--pause-modes` the modes take turns, BLOCK steps each, on the same engines. `swap` is what the job does
+where nothing but a sync is due: keep, load and resume in one call.
 
 Its last line is one JSON object. For each mode, median, least and greatest: milliseconds of each part of a step
-(publish lies within prepare, load within broadcast, first token within stall; the canary comes beside it), and groups
-a second; how often a group was sent to an agent loop; staleness and mismatch of what was trained, and groups that grew
-too old. For the whole run: how long engines and ranks had nothing to do, and how many cores others took of the
-machine.
+(publish lies within prepare, load within broadcast or swap, first token within stall; the canary comes beside it), and
+groups a second; how often a group was sent to an agent loop; staleness and mismatch of what was trained, and groups
+that grew too old. For the whole run: how long engines and ranks had nothing to do, and how many cores others took of
+the machine.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any, get_args
+from typing import Any, Literal, get_args
 
 os.environ.setdefault("RAY_AUTH_MODE", "disabled")
 os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
@@ -45,8 +46,9 @@ from jobs.wiring import spawn
 from raypost import metrics
 from raypost.config import Config
 from raypost.ledger.events import LedgerEvent
-from raypost.pause import PauseMode
 from raypost.types import EVALUATION_PRIORITY, GenerateRequest, SampleParams
+
+SyncMode = Literal["abort", "keep", "wait", "swap"]
 
 BLOCK = 6
 """Steps of one mode in a row."""
@@ -62,8 +64,8 @@ PROBE_TIMEOUT_S = 60.0
 class Step:
     """What was measured of one step: figures by name, milliseconds where they are of a part."""
 
-    mode: PauseMode
-    """Of the pause in it, and of the one before it."""
+    mode: SyncMode
+    """Of the sync in it, and of the one before it."""
     counted: bool
     block: int
     begin_s: float
@@ -79,7 +81,7 @@ class Step:
         self.parts[name] = self.parts.get(name, 0.0) + 1e3 * (time.perf_counter() - begin)
 
 
-async def loop(cfg: Config, stop: asyncio.Event, modes: Sequence[PauseMode], steps: list[Step]) -> None:
+async def loop(cfg: Config, stop: asyncio.Event, modes: Sequence[SyncMode], steps: list[Step]) -> None:
     """Do what jobs/train.py does, and time it."""
     async with spawn(cfg, stop) as roles:
         await roles.broadcast(version=0)
@@ -115,16 +117,21 @@ async def sync(roles: Roles, version: int, step: Step) -> None:
     with step.part("prepare"):
         await roles.prepare(version)
     begin = time.perf_counter()
-    with step.part("pause"):
-        await roles.producer.pause(step.mode)
-    with step.part("broadcast"):
-        await roles.broadcast(version)
-    probe = asyncio.create_task(first_token(roles, version))
-    with step.part("resume"):
-        await roles.resume(version)
+    if step.mode == "swap":
+        with step.part("swap"):
+            await roles.producer.swap(version)
+        probe = asyncio.create_task(first_token(roles, version))
+    else:
+        with step.part("pause"):
+            await roles.producer.pause(step.mode)
+        with step.part("broadcast"):
+            await roles.broadcast(version)
+        probe = asyncio.create_task(first_token(roles, version))
+        with step.part("resume"):
+            await roles.resume(version)
     resumed = time.perf_counter()
     token = await probe
-    report = await roles.broadcaster.check(version)
+    report = await roles.broadcaster.broadcast(version)
     within = {"publish": report.publish_s, "load": report.load_s, "canary": report.canary_s}
     step.parts |= {name: 1e3 * seconds for name, seconds in within.items()}
     step.parts |= {"first token": 1e3 * (token - resumed), "stall": 1e3 * (token - begin)}
@@ -144,7 +151,7 @@ async def first_token(roles: Roles, version: int) -> float:
     return time.perf_counter()
 
 
-def of_mode(mode: PauseMode, steps: Sequence[Step], continued_s: Sequence[float]) -> dict[str, Any]:
+def of_mode(mode: SyncMode, steps: Sequence[Step], continued_s: Sequence[float]) -> dict[str, Any]:
     """Return the figures of one mode; `continued_s`: when groups were sent to an agent loop once more."""
     own = [step for step in steps if step.mode == mode and step.counted and step.facts]
     groups = sum(step.facts["groups"] for step in own)
@@ -165,7 +172,7 @@ def of_mode(mode: PauseMode, steps: Sequence[Step], continued_s: Sequence[float]
     }
 
 
-def summary(cfg: Config, modes: Sequence[PauseMode], steps: Sequence[Step], foreign: float) -> dict[str, Any]:
+def summary(cfg: Config, modes: Sequence[SyncMode], steps: Sequence[Step], foreign: float) -> dict[str, Any]:
     """Return what was measured."""
     report = json.loads((cfg.run_dir / "report.json").read_text())
     with (cfg.run_dir / "ledger.jsonl").open() as lines:
@@ -180,9 +187,7 @@ def summary(cfg: Config, modes: Sequence[PauseMode], steps: Sequence[Step], fore
     }
 
 
-async def measure(
-    cfg: Config, stop: asyncio.Event, modes: Sequence[PauseMode], found: dict[str, Any]
-) -> None:
+async def measure(cfg: Config, stop: asyncio.Event, modes: Sequence[SyncMode], found: dict[str, Any]) -> None:
     """Run the loop and fill `found`."""
     steps: list[Step] = []
     foreign = Foreign()
@@ -203,7 +208,7 @@ async def measure(
 def main() -> int:
     """Measure one recipe and print it."""
     made = parser(__doc__)
-    made.add_argument("--pause-modes", nargs="+", choices=get_args(PauseMode))
+    made.add_argument("--pause-modes", nargs="+", choices=get_args(SyncMode))
     args = made.parse_args()
     stop, found = asyncio.Event(), dict[str, Any]()
     with tempfile.TemporaryDirectory(prefix="rp-") as folder:
@@ -211,7 +216,7 @@ def main() -> int:
         args.overrides = ["checkpoint.interval=0", "eval.num_prompts=0", *args.overrides]
         cfg = config_of(args)
         connect(cfg)
-        modes = args.pause_modes or [cfg.sync.pause_mode]
+        modes = args.pause_modes or ["swap" if cfg.sync.pause_mode == "keep" else cfg.sync.pause_mode]
         code = run(measure(cfg, stop, modes, found), stop, "the figures are those of the steps so far")
     if code == 0:
         print(json.dumps(found), flush=True)

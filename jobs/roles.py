@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections.abc import Awaitable, Coroutine
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import NoReturn, TypeVar
 
@@ -133,16 +134,27 @@ class Roles:
         if self.evaluation_broadcaster is not None and self.cfg.eval_due(version):
             await self.evaluation_broadcaster.prepare(version)
 
-    async def prepare_and_pause(self, version: int) -> None:
-        """Bring `version` close to the engines while production goes on, then stop production for its sync.
+    def swaps(self, step: int) -> bool:
+        """Whether `step` asks for newer weights and nothing else, and what is frozen meanwhile may stay."""
+        mode = self.cfg.pause_mode(step, stopping=self.stop.is_set())
+        return mode == "keep" and not (self.cfg.eval_due(step) or self.finished(step))
 
-        Production that is synchronous has nothing to go on with, and stops meanwhile.
+    async def swap(self, version: int) -> None:
+        """Bring `version` into every rollout worker; production stands still for the load alone.
+
+        The workers' acknowledgements and logprobs are compared while they serve, before a batch is handed out.
         """
-        if all(task.strategy.kind == "sync" for task in self.cfg.tasks):
-            await asyncio.gather(self.prepare(version), self.pause(version))
-        else:
-            await self.prepare(version)
-            await self.pause(version)
+        start = time.monotonic()
+        await self.prepare(version)
+        await self.producer.swap(version)
+        swapped = self._check_swapped(version, seconds=time.monotonic() - start)
+        self._checking = asyncio.create_task(swapped, name=f"check of version {version}")
+
+    async def _check_swapped(self, version: int, seconds: float) -> None:
+        acknowledged = await self.broadcaster.broadcast(version, check=False)
+        self._sync = replace(acknowledged, seconds=seconds)
+        self._last[metrics.SYNC_S] = seconds
+        await self._check(version)
 
     async def broadcast(self, version: int) -> None:
         """Bring `version` into every rollout worker, verified. Production must be paused.

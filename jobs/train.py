@@ -44,7 +44,11 @@ async def train(cfg: Config, stop: asyncio.Event) -> None:
                 await roles.log(step, status, metrics)
             expired = batch_ref is None or status.status == ProduceBatchStatus.EXPIRED_BATCH
             if expired or cfg.sync_due(step) or stop.is_set():
-                await roles.prepare_and_pause(version=step)  # production goes on meanwhile
+                if roles.swaps(step):  # nothing else is due
+                    await roles.swap(version=step)
+                    continue
+                await roles.prepare(version=step)  # production goes on meanwhile
+                await roles.pause(step)
                 await roles.broadcast(version=step)
                 if cfg.save_due(step) or stop.is_set():
                     await roles.save(step)

@@ -90,6 +90,17 @@ class RolloutControl(Protocol):
         ...
 
 
+class SwapControl(RolloutControl, Protocol):
+    """A pool that can also change its version in one call."""
+
+    async def swap(self, version: int) -> None:
+        """Freeze open requests, load `version`, which is staged, and go on. Idempotent.
+
+        Raises StaleWeightsError unless `version` is staged, and WeightError if a worker holds something else.
+        """
+        ...
+
+
 class WeightSource(Protocol):
     """Where a version of the weights comes from: the trainer group."""
 
@@ -361,6 +372,10 @@ class ProducerRole(Protocol):
 
     async def resume(self, version: int) -> None:
         """Produce with `version` of the weights."""
+        ...
+
+    async def swap(self, version: int) -> None:
+        """Go on with `version`, which the pool has staged: pause with keep, load and resume in one call."""
         ...
 
     async def counts(self) -> GroupCounts:

@@ -11,11 +11,12 @@ A pool that sleeps has given its devices to others: no engine is started meanwhi
 when the pool wakes, which is with the next `load_weights` or `resume`.
 
 Invariants: the table has no worker that is not UP, and its epoch grows with every change; an UP worker holds the
-pool's version, unless the pool sleeps, and then it sleeps too; between `pause` and `resume` no worker generates,
-whatever the mode, not even one that was reported dead and is alive; a request that comes is an "abort" without
-tokens, however old the table is by which it came, because every worker's gate is closed. Pause, sleep, resume, weight
-loads and a worker's return take one lock, so a worker that comes back in the middle of a sync cannot serve old
-weights; it comes back paused as the others are. A request that was frozen in a dead worker is an "abort" without
+pool's version, unless a swap is under way, or the pool sleeps, and then it sleeps too; between `pause` and `resume` no
+worker generates, whatever the mode, not even one that was reported dead and is alive; a request that comes is an
+"abort" without tokens, however old the table is by which it came, because every worker's gate is closed; none generates
+with the old version once a swap has returned. Pause, sleep, resume, swap, weight loads and a worker's return take one
+lock, so a worker that comes back in the middle of a sync cannot serve old weights; it comes back paused, or serving, as
+the others do. A request that was frozen in a dead worker is an "abort" without
 tokens too. Which pause overrules which is decided by the workers alone; the pool knows the mode in force from their
 answers.
 """
@@ -96,6 +97,7 @@ class RolloutController(CallBatches):
         self._sync_timeout_s = sync_timeout_s
         self._workers = [PoolWorker(name, handle) for name, handle in workers.items()]
         self._weights: _Weights | None = None
+        self._staged: _Weights | None = None
         self._deadlines = PauseDeadlines(rollout.pause_timeout_s)
         self._paused = True
         self._mode: PauseMode | None = None
@@ -185,6 +187,10 @@ class RolloutController(CallBatches):
         in_force = await self._on_every_up("pause", self._deadlines.pool_s, mode)
         # A worker that was reported dead may have been stopped more strictly than the others.
         self._mode = "keep" if "keep" in in_force else next(iter(in_force), self._mode)
+        await self._until_closed()
+
+    async def _until_closed(self) -> None:
+        """Wait for the gates of workers that were reported dead and may be alive."""
         await asyncio.gather(*(worker.closing for worker in self._workers if worker.closing is not None))
 
     async def sleep(self, keep_weights: bool) -> None:
@@ -240,6 +246,25 @@ class RolloutController(CallBatches):
         what arrived differs.
         """
         await self._on_every_up("stage_weights", self._sync_timeout_s, manifest, *buckets)
+        self._staged = _Weights(manifest, buckets)
+
+    async def swap(self, version: int) -> None:
+        """Change the pool to a version that `stage_weights` brought: one call to each worker, which goes on by itself.
+
+        Open requests freeze and go on with the new version. A worker that dies meanwhile catches up when it is back.
+        Idempotent. Raises StaleWeightsError unless `version` is staged, RaypostError if the pool is paused, and
+        WeightError if a worker holds something else than was sent; its gate stays closed then.
+        """
+        async with self._control:
+            if version == self._version and not self._paused:
+                return
+            if self._paused:
+                raise RaypostError(f"the pool is paused: load version {version} and resume instead")
+            if self._staged is None or self._staged.manifest.version != version:
+                raise StaleWeightsError(f"cannot swap to version {version}: stage it first")
+            self._weights, self._staged = self._staged, None
+            await self._load_every_up("swap")
+            await self._until_closed()
 
     async def load_weights(self, manifest: Manifest, buckets: list[Ref[Bytes]]) -> list[WeightReport]:
         """Load a version into every live worker; return what each says it holds afterwards. A pool that sleeps wakes.
@@ -249,7 +274,7 @@ class RolloutController(CallBatches):
         """
         deadline = time.monotonic() + self._sync_timeout_s
         async with self._control:
-            self._weights = _Weights(manifest, buckets)
+            self._weights, self._staged = _Weights(manifest, buckets), None
             self._asleep = False
         await self._notify()
         while True:
@@ -271,11 +296,11 @@ class RolloutController(CallBatches):
         if not self._table.up:
             raise NoWorkersError(str(self._failure))
 
-    async def _load_every_up(self) -> list[WeightReport]:
+    async def _load_every_up(self, method: str = "load_weights") -> list[WeightReport]:
         """Load the pool's version into the workers that hold another or none."""
         assert self._weights is not None, "the pool has a version"
         sent = self._weights
-        reports = await self._on_every_up("load_weights", self._sync_timeout_s, sent.manifest, *sent.buckets)
+        reports = await self._on_every_up(method, self._sync_timeout_s, sent.manifest, *sent.buckets)
         for report in reports:
             self._verify(report)
         return reports

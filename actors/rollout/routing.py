@@ -85,6 +85,10 @@ class RoutingRole(Protocol):
         """See RolloutControl."""
         ...
 
+    async def swap(self, version: int) -> None:
+        """See SwapControl."""
+        ...
+
 
 def router_to(controller: str, timeout_s: float) -> Router:
     """Return a router to the workers of the actor `controller`. `timeout_s`: see Router."""
@@ -139,6 +143,10 @@ class Router:
     async def resume(self, version: int) -> None:
         """Have the whole pool resumed; see RolloutControl."""
         await self._controller.resume(version)
+
+    async def swap(self, version: int) -> None:
+        """Have the whole pool change its version; see SwapControl."""
+        await self._controller.swap(version)
 
     async def _generate_on(self, route: Route, request: GenerateRequest, deadline: float) -> GenerateResult:
         call = self._calls.get(route.worker)

@@ -4,6 +4,7 @@ Owns the order of pause, sleep, load and resume; how an engine starts and ends i
 EngineGate's. Owns no routing and no retries: those are the pool's.
 
     start -> load_weights -> resume -> generate ... -> pause -> load_weights -> resume -> generate ...
+                                                    -> swap (the same three, with "keep") -> generate ...
                                                     -> pause -> sleep -> load_weights -> resume -> ...
 
     pause      requests in the engine                       requests that come while paused
@@ -74,6 +75,8 @@ class RolloutWorker(CallBatches):
         """Taken after the other one. Staging takes only this one, so that no pause waits for it."""
         self._gate = EngineGate(name, PauseDeadlines(engine.rollout.pause_timeout_s), self._life)
         self._version = NO_VERSION
+        self._load_s = 0.0
+        """How long the last load took."""
         self._generated_tokens = 0
 
     def __repr__(self) -> str:
@@ -165,10 +168,13 @@ class RolloutWorker(CallBatches):
         async with self._control:
             # A resume that was under way when the gate closed has opened it again.
             self._gate.close(mode)
-            engine = self._life.engine
-            if engine is not None and not engine.asleep:
-                await self._gate.stop(engine)
+            await self._stop()
             return self._gate.mode
+
+    async def _stop(self) -> None:
+        engine = self._life.engine
+        if engine is not None and not engine.asleep:
+            await self._gate.stop(engine)
 
     async def sleep(self, keep_weights: bool) -> None:
         """Give the engine's device to others until a later call wakes it. Idempotent; nothing to do without an engine.
@@ -216,16 +222,38 @@ class RolloutWorker(CallBatches):
         it fell asleep, and WeightError if it is half loaded.
         """
         async with self._control:
-            engine = self._usable()
-            held, _, _ = await self._life.alive(engine.held())
-            if held != version:
-                raise StaleWeightsError(
-                    f"{self._name} holds version {held} and was asked to serve {version}: load it"
+            await self._serve(version)
+
+    async def _serve(self, version: int) -> None:
+        engine = self._usable()
+        held, _, _ = await self._life.alive(engine.held())
+        if held != version:
+            raise StaleWeightsError(
+                f"{self._name} holds version {held} and was asked to serve {version}: load it"
+            )
+        await self._wake(engine)
+        self._gate.stopped = False
+        await self._life.alive(engine.resume())
+        self._gate.open()
+
+    async def swap(self, manifest: Manifest, *buckets: Bytes) -> WeightReport:
+        """Pause with "keep", load a version and serve it, all in one call; return what the engine says it holds.
+
+        A pause that comes meanwhile holds afterwards. Raises what `pause`, `load_weights` and `resume` raise, and
+        WeightError if the engine holds something else than was sent; then the gate stays closed.
+        """
+        self._gate.close("keep")
+        async with self._control, self._staging:
+            self._gate.close("keep")
+            await self._stop()
+            report = await self._hold(manifest, buckets)
+            if (report.version, report.digest) != (manifest.version, manifest.digest):
+                raise WeightError(
+                    f"{self._name} holds version {report.version} with digest {report.digest} instead of version "
+                    f"{manifest.version} with digest {manifest.digest}"
                 )
-            await self._wake(engine)
-            self._gate.stopped = False
-            await self._life.alive(engine.resume())
-            self._gate.open()
+            await self._serve(manifest.version)
+            return report
 
     async def _wake(self, engine: RolloutEngine, *memory: Memory) -> None:
         """Take memory back, all of it unless named, if any sleeps."""
@@ -255,34 +283,40 @@ class RolloutWorker(CallBatches):
 
         Frozen requests stay, and after `resume` their whole prefix runs through the new weights first. Of an engine
         that sleeps, the memory of the weights wakes. What `stage_weights` did not do is done first. The version
-        already held is acknowledged without loading. An
-        engine left half loaded is replaced first, and what was frozen in it comes back as from an abort. Raises
-        StaleWeightsError for an older version, WeightError naming the tensor for bytes that differ from what was
-        published; then the old version stays, unless the engine broke, which `resume` refuses.
+        already held is acknowledged without loading, also by an engine that serves. An engine left half loaded
+        is replaced first, and what was frozen in it comes back as from an abort. Raises StaleWeightsError for an older
+        version, WeightError naming the tensor for bytes that differ from what was published; then the old version
+        stays, unless the engine broke, which `resume` refuses.
         """
         async with self._control, self._staging:
-            if self._life.engine is not None and not self._gate.stopped:
+            serving = self._life.engine is not None and not self._gate.stopped
+            if serving and manifest.version != self._version:
                 raise WeightError(f"{self._name} is serving version {self._version}: pause it before loading")
-            if self._life.engine is None or self._broken is not None:
-                log.warning("%s builds its engine anew: %s", self._name, self._broken or "it has none")
-                await self._end()
-                await self._build()
-            engine = self._usable()
+            return await self._hold(manifest, buckets)
+
+    async def _hold(self, manifest: Manifest, buckets: Sequence[Bytes]) -> WeightReport:
+        """Load a version, unless it is held already."""
+        if self._life.engine is None or self._broken is not None:
+            log.warning("%s builds its engine anew: %s", self._name, self._broken or "it has none")
+            await self._end()
+            await self._build()
+        engine = self._usable()
+        if manifest.version < self._version:
+            raise StaleWeightsError(
+                f"{self._name} holds version {self._version}: version {manifest.version} is older"
+            )
+        is_new = manifest.version > self._version
+        if is_new:
             begin = time.monotonic()
-            if manifest.version < self._version:
-                raise StaleWeightsError(
-                    f"{self._name} holds version {self._version}: version {manifest.version} is older"
-                )
-            is_new = manifest.version > self._version
-            if is_new:
-                await self._load(engine, manifest, buckets)
-            report = await self._report(engine, time.monotonic() - begin)
-            if not is_new and report.digest != manifest.digest:
-                raise WeightError(
-                    f"{self._name} holds version {report.version} with digest {report.digest}, and was sent the same "
-                    f"version with digest {manifest.digest}: publish changed weights as a new version"
-                )
-            return report
+            await self._load(engine, manifest, buckets)
+            self._load_s = time.monotonic() - begin
+        report = await self._report(engine)
+        if not is_new and report.digest != manifest.digest:
+            raise WeightError(
+                f"{self._name} holds version {report.version} with digest {report.digest}, and was sent the same "
+                f"version with digest {manifest.digest}: publish changed weights as a new version"
+            )
+        return report
 
     async def _load(self, engine: RolloutEngine, manifest: Manifest, buckets: Sequence[Bytes]) -> None:
         await self._wake(engine, "weights")
@@ -307,11 +341,11 @@ class RolloutWorker(CallBatches):
     async def held(self) -> WeightReport:
         """Return what the engine says it holds; version -1 for nothing."""
         async with self._control:
-            return await self._report(self._usable(), 0.0)
+            return await self._report(self._usable())
 
-    async def _report(self, engine: RolloutEngine, load_s: float) -> WeightReport:
+    async def _report(self, engine: RolloutEngine) -> WeightReport:
         version, digest, _ = await self._life.alive(engine.held())
-        return WeightReport(version=version, digest=digest, worker=self._name, load_s=load_s)
+        return WeightReport(version=version, digest=digest, worker=self._name, load_s=self._load_s)
 
     async def canary(self, prompt_ids: IntArray) -> FloatArray:
         """Return the logprob of every prompt token but the first under the weights held now, also while paused.

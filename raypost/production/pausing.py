@@ -6,6 +6,7 @@ hangs. Groups are moved by the ProduceContext.
     abort   engines stop, partial groups come back with their tokens, judges end within their grace period
     wait    engines run to the end of what they have; at the deadline as abort
     keep    engines freeze; groups stay pending
+    swap    as keep, but the pool loads and resumes by itself
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+from collections.abc import Awaitable, Callable
 
 from raypost.errors import ProductionError, WaitTimeoutError
 from raypost.ledger.events import LedgerEvent
@@ -58,17 +60,40 @@ class Pausing:
 
     async def resume(self, version: int) -> None:
         """Start the engines with `version`, then open the gate. See Producer.resume."""
-        context = self._context
         async with self._transition:
-            if context.version is not None and version < context.version:
-                raise ProductionError(
-                    f"cannot resume with version {version}: version {context.version} was served"
-                )
+            self._check_order(version)
             await self._control.resume(version)
-            context.version = version
-            context.status = ProduceBatchStatus.NORMAL
-            self._ledger.note(LedgerEvent.RESUMED, version=version)
-            await self._pending.open_gate()
+            await self._go_on(version)
+
+    async def swap(self, version: int, swap: Callable[[int], Awaitable[None]]) -> float:
+        """Go on with `version` once `swap` has brought it into the engines; returns the seconds it took.
+
+        See Producer.swap.
+        """
+        context = self._context
+        started = context.clock()
+        async with self._transition:
+            self._check_order(version)
+            await self._pending.close_gate()
+            context.status = ProduceBatchStatus.UPDATE_WEIGHT_AND_ABORT
+            self._ledger.note(LedgerEvent.PAUSING, mode="keep", version=context.version)
+            await swap(version)
+            await self._go_on(version)
+        seconds = context.clock() - started
+        context.progress.metrics.pause_s += seconds
+        self._ledger.flush()
+        return seconds
+
+    def _check_order(self, version: int) -> None:
+        served = self._context.version
+        if served is not None and version < served:
+            raise ProductionError(f"cannot resume with version {version}: version {served} was served")
+
+    async def _go_on(self, version: int) -> None:
+        self._context.version = version
+        self._context.status = ProduceBatchStatus.NORMAL
+        self._ledger.note(LedgerEvent.RESUMED, version=version)
+        await self._pending.open_gate()
 
     async def close(self) -> None:
         """Cancel everything in flight, for good."""

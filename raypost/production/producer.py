@@ -21,7 +21,7 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from typing import Any, Generic, TypeVar
 
 from raypost.errors import ConfigError, ProductionError, WaitTimeoutError
@@ -178,6 +178,15 @@ class Producer(Generic[BatchT]):
         """
         self._scheduler.begin_rounds()
         await self._pausing.resume(version)
+
+    async def swap(self, version: int, swap: Callable[[int], Awaitable[None]]) -> float:
+        """Go on with `version`; returns the seconds it took. Idempotent. As `pause` with keep, load and `resume`.
+
+        `swap` is awaited with the gate for new groups closed, and brings the version into the engines. Raises
+        ProductionError if `version` is older than the one before, and what `swap` raises: the gate stays closed then.
+        """
+        self._scheduler.begin_rounds()
+        return await self._pausing.swap(version, swap)
 
     async def close(self) -> None:
         """Cancel everything in flight, for good. What must survive is paused and saved before."""

@@ -116,7 +116,7 @@ def _rows(lines: list[Fields]) -> Iterator[tuple[str, float, str, str]]:
 
 
 def _many(notes: list[Fields]) -> str:
-    pauses = sum(note["event"] == LedgerEvent.PAUSED for note in notes)
+    pauses = sum(note["event"] == LedgerEvent.PAUSING for note in notes)
     versions = [note["version"] for note in notes if isinstance(note.get("version"), int)]
     between = f", versions {min(versions)} to {max(versions)}" if versions else ""
     last_s = notes[-1]["time"] - notes[0]["time"]

@@ -103,6 +103,19 @@ async def test_keep_splits_versions_at_the_token_and_continues_from_a_prefix_und
             assert shifted[min(wrong, at)] > TOLERANCE, "a version off by one token would show"
 
 
+async def test_swap_splits_versions_at_the_token_in_one_call(bench: Bench) -> None:
+    old = bench.version
+    calls = start(bench, SLOTS)
+    await asyncio.sleep(0.15)
+    report = await bench.swap()
+    assert (report.version, report.digest) == (bench.version, (await bench.worker.held()).digest)
+    assert report.load_s > 0
+    results = await results_of(calls, 30)
+    assert {(one.finish_reason, len(one.response_ids)) for one in results} == {("length", TOKENS)}
+    assert {tuple(sorted(set(one.policy_versions))) for one in results} == {(old, bench.version)}
+    assert max(bench.gaps(one).max() for one in results) < TOLERANCE
+
+
 async def test_keep_may_be_repeated_and_span_several_loads(bench: Bench) -> None:
     first = bench.version
     calls = start(bench, 8, 240)

@@ -20,7 +20,7 @@ from actors.rollout.routing import Router, RoutingRole, RoutingTable, router_to
 from actors.rollout.worker import RolloutWorker
 from raypost.config import RolloutConfig
 from raypost.config.engine import EngineConfig
-from raypost.errors import NoWorkersError, WaitTimeoutError
+from raypost.errors import NoWorkersError, RaypostError, StaleWeightsError, WaitTimeoutError, WeightError
 from raypost.pause import PauseMode
 from raypost.types import GenerateRequest, GenerateResult, SampleParams
 from raypost.weights.manifest import Bytes, Manifest, pack
@@ -33,8 +33,8 @@ class World:
     """What every token must agree with."""
 
     def __init__(self) -> None:
-        self.version: int | None = None
-        """Of the pool that serves; None while it is paused."""
+        self.versions: set[int] = set()
+        """Of the pool that serves; none while it is paused, two during a swap."""
         self.wrong: list[str] = []
 
 
@@ -63,9 +63,9 @@ class Engine:
             if self.killed:
                 await asyncio.Event().wait()
             if self.stopped is None:
-                if self.held_now[0] != self.world.version:
+                if self.held_now[0] not in self.world.versions:
                     self.world.wrong.append(
-                        f"{self.name}: {self.held_now[0]} where the pool has {self.world.version}"
+                        f"{self.name}: {self.held_now[0]} where the pool has {self.world.versions}"
                     )
                 versions.append(self.held_now[0])
         done = len(versions) == request.sample_params.max_tokens
@@ -199,20 +199,28 @@ class Pool:
 
     async def pause(self, mode: PauseMode = "abort") -> None:
         await self.controller.pause(mode)
-        self.world.version = None
+        self.world.versions = set()
 
     async def serve(self, version: int) -> None:
-        manifest, buckets = pack(
-            version, [("w", np.full(8, version % 251, np.uint8), "float32", (2,))], 1 << 20
-        )
-        await self.controller.load_weights(manifest, buckets)  # type: ignore[arg-type]  # values are their own refs
-        self.world.version = version
+        await self.controller.load_weights(*weights(version))
+        self.world.versions = {version}
         await self.controller.resume(version)
+
+    async def swap(self, version: int) -> None:
+        await self.controller.stage_weights(*weights(version))
+        self.world.versions.add(version)
+        await self.controller.swap(version)
+        self.world.versions = {version}
 
     async def until_up(self) -> None:
         async with asyncio.timeout(20):
             while set((await self.controller.states()).values()) != {"up"}:
                 await asyncio.sleep(0.01)
+
+
+def weights(version: int) -> tuple[Manifest, Any]:
+    """Manifest and buckets; values are their own refs."""
+    return pack(version, [("w", np.full(8, version % 251, np.uint8), "float32", (2,))], 1 << 20)
 
 
 async def pool_at(version: int, count: int = 2) -> Pool:
@@ -299,7 +307,7 @@ async def test_worker_that_comes_back_in_a_sync_serves_only_the_new_version_what
 
 @pytest.mark.parametrize("seed", range(6))
 async def test_whatever_happens_every_token_is_of_the_version_that_the_pool_serves(seed: int) -> None:
-    """Pauses of all modes, loads, deaths, reports of workers that are alive, and requests all the time."""
+    """Pauses of all modes, swaps, loads, deaths, reports of workers that are alive, and requests all the time."""
     rng = random.Random(seed)
     pool = await pool_at(1)
     results: list[GenerateResult] = []
@@ -323,7 +331,12 @@ async def test_whatever_happens_every_token_is_of_the_version_that_the_pool_serv
                 if route.worker == victim.name:
                     await pool.controller.report(route.worker, route.incarnation, "RayActorError")
         await asyncio.sleep(rng.random() * 0.02)
-        await pool.pause(rng.choice(["abort", "keep", "wait"]))
+        modes: list[PauseMode | None] = ["abort", "keep", "wait", None, None]
+        mode = rng.choice(modes)
+        if mode is None:
+            await pool.swap(version)
+            continue
+        await pool.pause(mode)
         await asyncio.sleep(rng.random() * 0.02)
         await pool.serve(version)
     await pool.until_up()
@@ -333,6 +346,60 @@ async def test_whatever_happens_every_token_is_of_the_version_that_the_pool_serv
     assert pool.world.wrong == []
     assert {one.finish_reason for one in results} <= {"length", "abort"}
     assert max(int(one.policy_versions.max(initial=-1)) for one in results) == 13
+
+
+async def test_swap_freezes_what_runs_and_goes_on_with_the_version_that_is_staged() -> None:
+    pool = await pool_at(1)
+    running = start(pool.router, 4, 40)
+    await asyncio.sleep(5 * TOKEN_S)
+    epoch = pool.controller._table.epoch
+    await pool.swap(2)
+    await pool.controller.swap(2)
+    results = await asyncio.gather(*running)
+    assert {one.finish_reason for one in results} == {"length"}
+    assert all(sorted(set(one.policy_versions)) == [1, 2] for one in results)
+    assert (pool.world.wrong, pool.controller._table.epoch) == ([], epoch), "no router had to be told"
+
+
+async def test_swap_needs_the_version_staged_and_a_pool_that_serves() -> None:
+    pool = await pool_at(1)
+    with pytest.raises(StaleWeightsError, match="cannot swap to version 2: stage it first"):
+        await pool.controller.swap(2)
+    await pool.controller.stage_weights(*weights(2))
+    await pool.pause()
+    with pytest.raises(RaypostError, match="the pool is paused: load version 2 and resume"):
+        await pool.controller.swap(2)
+    assert refused(await pool.router.generate(request()))
+
+
+async def test_worker_that_holds_something_else_after_a_swap_does_not_serve() -> None:
+    pool = await pool_at(1)
+    engine = pool.handles[0].worker._life.engine
+
+    async def load(manifest: Manifest) -> None:
+        engine.held_now = (manifest.version, "other", False)  # type: ignore[union-attr]
+
+    engine.load = load  # type: ignore[method-assign, union-attr]
+    with pytest.raises(WeightError, match="rollout-0 holds version 2 with digest other instead of version 2"):
+        await pool.swap(2)
+    assert refused(await pool.handles[0].worker.generate(request()))
+
+
+async def test_worker_that_dies_in_a_swap_comes_back_with_the_new_version() -> None:
+    pool = await pool_at(1)
+    running = start(pool.router, 6, 200)
+    await asyncio.sleep(5 * TOKEN_S)
+    swapping = asyncio.create_task(pool.swap(2))
+    await asyncio.sleep(TOKEN_S / 2)
+    pool.handles[0].die()
+    await swapping
+    pool.handles[0].restart()
+    await pool.until_up()
+    await asyncio.gather(*running)
+    results = await asyncio.gather(*start(pool.router, 8, 4))
+    assert {one.worker for one in results} == {"rollout-0", "rollout-1"}
+    assert {int(v) for one in results for v in one.policy_versions} == {2}
+    assert pool.world.wrong == []
 
 
 # ---------------------------------------------------------------- deaths, and what is known of them

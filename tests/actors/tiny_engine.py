@@ -16,7 +16,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from actors.rollout.worker import RolloutWorker
 from raypost.config import RolloutConfig
 from raypost.config.engine import EngineConfig
-from raypost.types import FloatArray, GenerateRequest, GenerateResult, IntArray, SampleParams
+from raypost.types import FloatArray, GenerateRequest, GenerateResult, IntArray, SampleParams, WeightReport
 from raypost.weights.manifest import Bytes, Manifest, pack
 
 VOCAB = 50
@@ -115,12 +115,22 @@ class Bench:
 
     async def load(self) -> None:
         """Change the weights and bring them into the paused worker."""
+        manifest, buckets = self.publish()
+        report = await self.worker.load_weights(manifest, *buckets)
+        assert (report.version, report.digest) == (self.version, manifest.digest)
+
+    async def swap(self) -> WeightReport:
+        """Change the weights and bring them into the worker that serves, in one call."""
+        manifest, buckets = self.publish()
+        await self.worker.stage_weights(manifest, *buckets)
+        return await self.worker.swap(manifest, *buckets)
+
+    def publish(self) -> tuple[Manifest, list[Bytes]]:
+        """Change the weights, and publish them as the next version."""
         change(self.model)
         self.version += 1
         self.history[self.version] = copy.deepcopy(self.model)
-        manifest, buckets = publish(self.model, self.version)
-        report = await self.worker.load_weights(manifest, *buckets)
-        assert (report.version, report.digest) == (self.version, manifest.digest)
+        return publish(self.model, self.version)
 
     async def assert_serves(self, version: int) -> None:
         """The engine's logprobs are those of the model as it is now, under this version."""

@@ -91,6 +91,7 @@ class Pool:
         self.lost_pauses = 0
         self.seconds: Callable[[Group], int] = lambda group: 1 + group.group_id % 3
         self.fate: Callable[[Group], str] = lambda group: "ok"
+        self.swap_s = 0.0
         self.started: list[int] = []
         self.interrupts = 0
 
@@ -113,6 +114,11 @@ class Pool:
         self.version, self.mode = version, None
         self.paused.clear()
         self.resumed.set()
+
+    async def swap(self, version: int) -> None:
+        await self.pause("keep")
+        await asyncio.sleep(self.swap_s)
+        await self.resume(version)
 
     async def interrupt(self) -> None:
         self.interrupts += 1

@@ -147,7 +147,7 @@ def test_many_pauses_in_the_buffer_are_one_line(ledger: Ledger, tmp_path: Path) 
     ledger.sampled(KEY)
     ledger.stored(KEY, Status.COMPLETED)
     for version in range(1, 9):
-        ledger.note(LedgerEvent.PAUSED, mode="keep", version=version)
+        ledger.note(LedgerEvent.PAUSING, mode="keep", version=version)
         ledger.note(LedgerEvent.RESUMED, version=version + 1)
     ledger.flush()
     said = life_of(tmp_path)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import copy
-from typing import Any
+from typing import Any, Literal
 
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
@@ -227,6 +227,12 @@ class ProducerMachine(RuleBasedStateMachine):
         self.do(self.world.producer.resume(self.version))
         self.paused = self.frozen = False
 
+    @precondition(lambda self: not self.paused and self.batch is None)
+    @rule()
+    def swap(self) -> None:
+        self.version = self.step
+        self.do(self.world.producer.swap(self.version, self.world.pool.swap))
+
     @precondition(lambda self: self.paused and not self.frozen)
     @rule()
     def save(self) -> None:
@@ -329,7 +335,7 @@ def strategies_of_a_task(draw: st.DrawFn) -> dict[str, Any]:
 @given(
     tasks=st.lists(strategies_of_a_task(), min_size=1, max_size=2),
     interval=st.integers(1, 3),
-    mode=st.sampled_from(["abort", "keep"]),
+    mode=st.sampled_from(["abort", "keep", "swap"]),
     num_slots=st.sampled_from([None, 2, 12]),
     max_groups=st.sampled_from([None, 8]),
     train_s=st.sampled_from([0.0, 1.0, 7.0]),
@@ -339,7 +345,7 @@ def strategies_of_a_task(draw: st.DrawFn) -> dict[str, Any]:
 def test_what_is_generated_is_trained_whatever_the_bounds_and_however_long_it_takes(
     tasks: list[dict[str, Any]],
     interval: int,
-    mode: PauseMode,
+    mode: PauseMode | Literal["swap"],
     num_slots: int | None,
     max_groups: int | None,
     train_s: float,
@@ -378,6 +384,9 @@ def test_what_is_generated_is_trained_whatever_the_bounds_and_however_long_it_ta
                 await asyncio.sleep(train_s)
                 await world.producer.acknowledge(step)
             if packed is None or status.status == "expired_batch" or step % interval == 0:
+                if mode == "swap":
+                    await world.producer.swap(step, pool.swap)
+                    continue
                 await world.producer.pause(mode)
                 await world.producer.resume(step)
         assert not running.done()

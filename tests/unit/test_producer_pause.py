@@ -10,7 +10,14 @@ from typing import Any
 import pytest
 
 from raypost.checkpoint import CheckpointDir
-from raypost.errors import CheckpointError, LedgerError, ProductionError, StaleWeightsError, WaitTimeoutError
+from raypost.errors import (
+    CheckpointError,
+    LedgerError,
+    ProductionError,
+    StaleWeightsError,
+    WaitTimeoutError,
+    WeightError,
+)
 from raypost.ledger.ledger import LEDGER_FILE, Ledger
 from raypost.ledger.life import group_life
 from raypost.ledger.summary import ledger_summary
@@ -48,6 +55,43 @@ def test_pause_drains_into_the_buffer_and_nothing_starts_before_resume() -> None
             assert len(world.pool.started) == 2
             await world.producer.resume(0)
             await world.producer.resume(0)
+            await world.producer.take_batch(1)
+
+    virtual(main())
+
+
+def test_swap_starts_nothing_meanwhile_and_groups_go_on_with_the_new_version() -> None:
+    async def main() -> None:
+        world = World(task_config(max_pending=2), batch_size=2)
+        world.pool.seconds, world.pool.swap_s = lambda one: 4, 3.0
+        async with producing(world):
+            await asyncio.sleep(1.5)
+            assert await world.producer.swap(1, world.pool.swap) == pytest.approx(3.0)
+            started = len(world.pool.started)
+            _, packed = await world.producer.take_batch(1)
+            assert started == 2 and packed is not None
+            members = [state for one in unpack_groups(packed) for state in one.states]
+            assert {tuple(state.policy_versions) for state in members} == {(0, 1, 1, 1)}
+            with pytest.raises(ProductionError, match="version 1 was served"):
+                await world.producer.swap(0, world.pool.swap)
+
+    virtual(main())
+
+
+def test_swap_that_fails_leaves_the_gate_closed() -> None:
+    async def main() -> None:
+        world = World(task_config(max_pending=2), batch_size=2)
+
+        async def fails(version: int) -> None:
+            raise WeightError("holds other bytes")
+
+        async with producing(world):
+            await asyncio.sleep(0.5)
+            with pytest.raises(WeightError, match="holds other bytes"):
+                await world.producer.swap(1, fails)
+            await asyncio.sleep(1000)
+            assert len(world.pool.started) == 2
+            await world.producer.resume(1)
             await world.producer.take_batch(1)
 
     virtual(main())
