@@ -4,6 +4,7 @@ RaypostError
 ├── ConfigError          a configuration that cannot work; raised before anything starts (also a ValueError)
 ├── AlignmentError       token arrays of one trajectory disagree in length (also a ValueError)
 ├── JudgeError           a judge could not score; never turned into a reward
+├── SandboxError         a program could not be run in the sandbox; says nothing about the program
 ├── WeightError          weights that arrived differ from what was sent
 │   ├── StaleWeightsError    a worker was asked to serve a version it does not hold
 │   └── EngineLostError      a worker's process was started again and has no engine yet
@@ -34,6 +35,10 @@ class AlignmentError(RaypostError, ValueError):
 
 class JudgeError(RaypostError):
     """A judge failed. The trajectory becomes FAILED; a failure is never a zero reward."""
+
+
+class SandboxError(RaypostError):
+    """The sandbox could not run a program, or end it. What a program does wrong is an Outcome, and no error."""
 
 
 class WeightError(RaypostError):
