@@ -22,8 +22,8 @@ from typing import Any
 import psutil
 from ray.actor import ActorHandle
 from ray.exceptions import RayError
-from ray.util.metrics import Counter, Gauge
 
+from actors.gauges import RunGauges
 from raypost import metrics
 from raypost.config import Config
 from raypost.report.writer import RunWriter
@@ -33,7 +33,7 @@ log = logging.getLogger(__name__)
 
 POLL_S = 2.0
 SAMPLE_S = 5.0
-"""Between two looks at the memory."""
+"""Between two looks at the memory, and at which gauges are set again: half of the interval at which Ray reads them."""
 GROWTH = 1.02
 """Of the memory roughly, from which it is measured again."""
 DEADLINE_S = 5.0
@@ -66,7 +66,7 @@ class Telemetry:
         self._poll_s = poll_s
         self._deadline_s = deadline_s
         self._sample_s = sample_s
-        self._gauges = _Gauges(config.name)
+        self._gauges = RunGauges(config.name, [task.name for task in config.tasks])
         self._tokens: dict[str, int] = {}
         self._tokens_generated = 0
         self._counts: GroupCounts | None = None
@@ -95,12 +95,12 @@ class Telemetry:
     async def log_eval(self, step: int, scores: Mapping[str, Any]) -> None:
         """Record an evaluation of the weights of `step`."""
         self._writer.write_eval(step, scores)
-        self._gauges.set(held_out_score=metrics.finite_floats(scores).get(metrics.HELD_OUT))
+        self._gauges.set("held_out_score", metrics.finite_floats(scores).get(metrics.HELD_OUT))
 
     async def log_sync(self, report: SyncReport) -> None:
         """Record one weight sync."""
         self._writer.write_sync(report)
-        self._gauges.set(sync_seconds=report.seconds)
+        self._gauges.set("sync_seconds", report.seconds)
 
     async def finish(
         self, status: RunStatus, error: str | None, counts: GroupCounts | None
@@ -156,9 +156,10 @@ class Telemetry:
         return await self._methods[call].remote()
 
     async def _sample(self) -> None:
-        """Look at the memory, and write down what a report needs if this process is killed now."""
+        """Look at the memory, set gauges again, and write down what a report needs if this process is killed now."""
         await asyncio.to_thread(self._memory.look)
-        self._gauges.set(peak_memory_bytes=self._memory.peak_bytes)
+        self._gauges.set("peak_memory_bytes", self._memory.peak_bytes)
+        self._gauges.hold()
         if self._counts is not None:
             self._writer.write_counts(self._counts)
             self._counts = None
@@ -201,80 +202,6 @@ class Telemetry:
         if not self._unreachable[name]:
             log.warning("%s.%s: %s; its next answer is waited for, the run goes on", name, method, why)
         self._unreachable[name] += 1
-
-
-_GAUGES = {
-    "step": "Last train step",
-    "reward_mean": "Mean reward of the last step, before any filter",
-    "held_out_score": "Mean held-out score of the last evaluation",
-    "buffer_groups": "Completed groups in the replay buffer",
-    "staleness_max": "Largest staleness of the last batch, train steps",
-    "sync_seconds": "Duration of the last weight sync",
-    "tokens_rate": "Tokens the engines generate a second",
-    "requests_running": "Requests the engines decode now",
-    "peak_memory_bytes": "Most memory of the run's processes on this node so far",
-}
-
-
-class _Gauges:
-    """What Prometheus sees, as ray_raypost_...; labels beside `run` are `state`, and of judges `task` and `part`."""
-
-    def __init__(self, run: str) -> None:
-        tags = {"run": run}
-        self._gauges = {name: Gauge(f"raypost_{name}", text, ("run",)) for name, text in _GAUGES.items()}
-        for gauge in self._gauges.values():
-            gauge.set_default_tags(tags)
-        self._groups = Gauge("raypost_groups", "Groups by where they are", ("run", "state"))
-        self._groups.set_default_tags(tags)
-        self._tokens = Counter("raypost_tokens_total", "Tokens the engines generated", ("run",))
-        self._tokens.set_default_tags(tags)
-        self._part = Gauge("raypost_reward_part", "Mean of a part of the reward", ("run", "task", "part"))
-        self._judge_s = Gauge("raypost_judge_seconds", "Mean duration of a judge's call", ("run", "task"))
-        self._judge_failed = Counter(
-            "raypost_judge_failed_total", "Responses without a score", ("run", "task")
-        )
-        self._judge_retries = Counter(
-            "raypost_judge_retries_total", "Repeated calls of a judge", ("run", "task")
-        )
-        for one in (self._part, self._judge_s, self._judge_failed, self._judge_retries):
-            one.set_default_tags(tags)
-        self._last_s: float | None = None
-
-    def set(self, **values: float | None) -> None:
-        """Set gauges by name; None is not known, and leaves what was."""
-        for name, value in values.items():
-            if value is not None:
-                self._gauges[name].set(value)
-
-    def step(self, step: int, values: Mapping[str, Any]) -> None:
-        known = metrics.finite_floats(values)
-        self.set(
-            step=step,
-            reward_mean=known.get(metrics.RAW_REWARD_MEAN, known.get(metrics.REWARD_MEAN)),
-            buffer_groups=known.get(metrics.BUFFER_GROUPS),
-            staleness_max=known.get(metrics.STALENESS_MAX),
-        )
-
-    def groups(self, counts: GroupCounts) -> None:
-        for state, count in counts.as_dict().items():
-            self._groups.set(count, tags={"state": state})
-
-    def judge(self, task: str, figures: metrics.JudgeFigures) -> None:
-        self._judge_s.set(figures.seconds / max(1, figures.calls), tags={"task": task})
-        for part, mean in figures.part_means().items():
-            self._part.set(mean, tags={"task": task, "part": part})
-        for counter, count in ((self._judge_failed, figures.failed), (self._judge_retries, figures.retries)):
-            if count:
-                counter.inc(count, tags={"task": task})
-
-    def tokens(self, new: int, running: int) -> None:
-        now = time.monotonic()
-        if new > 0:
-            self._tokens.inc(new)
-        if self._last_s is not None:
-            self.set(tokens_rate=new / max(1e-3, now - self._last_s))
-        self._last_s = now
-        self.set(requests_running=running)
 
 
 class MemoryWatch:

@@ -31,6 +31,7 @@ from raypost.protocols import (
     TakeStatus,
     TelemetryRole,
 )
+from raypost.report.step_record import production_record
 from raypost.report.terminal import RunDisplay
 from raypost.types import GroupCounts, ProduceBatchStatus, Ref, RunStatus, SyncReport
 
@@ -257,7 +258,8 @@ class Roles:
         if self._evaluation is not None and self._evaluation.done():
             self._evaluation.result()
         memory = {metrics.DRIVER_RSS_BYTES: psutil.Process().memory_info().rss}
-        record = {**trained, **_production_metrics(status), **self._last, **memory}
+        produced = production_record(status, len(self.cfg.tasks))
+        record = {**trained, **produced, **self._last, **memory}
         self.display.step(step, record)
         await self._record(self.telemetry.log(step, record))
 
@@ -279,25 +281,3 @@ class Roles:
         await self._record_sync()
         report = await self.telemetry.finish(status, error, counts)
         self.display.finish(report, self.cfg.run_dir)
-
-
-def _production_metrics(status: TakeStatus) -> dict[str, object]:
-    produced, staleness = status.metrics, status.staleness
-    record: dict[str, object] = {
-        metrics.STALENESS: list(staleness),
-        metrics.STALENESS_MAX: max(staleness, default=0),
-        metrics.STALENESS_MEAN: sum(staleness) / max(1, len(staleness)),
-        metrics.BUFFER_GROUPS: status.buffered,
-        metrics.TAKE_WAIT_S: status.wait_s,
-        metrics.PRODUCED_SAMPLES: produced.produced_samples,
-        metrics.PRODUCED_TOKENS: produced.produced_tokens,
-        metrics.FAILED_SAMPLES: produced.failed_samples,
-        metrics.FILTERED_SAMPLES: produced.filtered_samples,
-        metrics.EXPIRED_GROUPS: produced.expired_groups,
-        metrics.EXPIRED_TOKENS_MEAN: produced.expired_tokens_mean,
-        metrics.PAUSE_S: produced.pause_s,
-        metrics.EXPIRED_BATCH: status.status == ProduceBatchStatus.EXPIRED_BATCH,
-    }
-    if produced.raw_rewards_count:
-        record[metrics.RAW_REWARD_MEAN] = produced.raw_rewards_sum / produced.raw_rewards_count
-    return record

@@ -2,18 +2,20 @@
 
 A train step's record, in metrics.jsonl and TensorBoard, is what the trainer returns, what production reports with the
 batch, and what the driver adds; an evaluation's scores are records of their own. Every name is defined here, once.
-The trainer's figures also come as `<name>_lagK`, over the tokens whose policy is K steps old.
+The trainer's figures also come as `<name>_lagK`, over the tokens whose policy is K steps old. In a run of several tasks
+those of BY_TASK also come as `<name>/<task>`. docs/metrics.md says what each is, and its unit.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from numbers import Real
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 # The batch that was trained.
 NUM_SAMPLES = "num_samples"
@@ -87,6 +89,21 @@ EXPIRED_BATCH = "expired_batch"
 """Whether production stood still until newer weights came."""
 RAW_REWARD_MEAN = "raw_reward_mean"
 """Of all judged samples, before any filter."""
+GROUP_S = "group_s"
+"""A list: seconds that each group took that finished, judging included."""
+GROUP_S_P50, GROUP_S_P90, GROUP_S_P99 = "group_s_p50", "group_s_p90", "group_s_p99"
+"""Its percentiles."""
+GROUP_S_PERCENTILES = {GROUP_S_P50: 50, GROUP_S_P90: 90, GROUP_S_P99: 99}
+
+BY_TASK = (
+    NUM_SAMPLES, REWARD_MEAN, RESPONSE_TOKENS_MEAN, STALENESS_MEAN, STALENESS_MAX,
+    PRODUCED_SAMPLES, FILTERED_SAMPLES, RAW_REWARD_MEAN, GROUP_S, *GROUP_S_PERCENTILES,
+)  # fmt: skip
+
+FAILURES = "failures"
+"""As `failures/<task>/<boundary>`: trajectories that the world failed there, those played again included."""
+RETRIES = "retries"
+"""As `retries/<task>`: trajectories that are played again."""
 
 # Judges, as `<name>/<task>`: what they did since the step before, as far as telemetry has heard of it.
 JUDGE_S = "judge_s"
@@ -114,6 +131,34 @@ EVAL_TOKENS_MEAN = "eval_tokens_mean"
 def of_task(name: str, task: str) -> str:
     """Return the name of a metric of one task."""
     return f"{name}/{task}"
+
+
+def value_of(record: Mapping[str, Any], name: str, task: str, alone: bool) -> Any:
+    """Return a task's value of a metric of BY_TASK; `alone`: it is the run's only task. None if it has none."""
+    return record.get(name if alone else of_task(name, task))
+
+
+def failure(task: str, boundary: str) -> str:
+    """Return the name of the count of what the world failed of a task at a boundary."""
+    return f"{FAILURES}/{task}/{boundary}"
+
+
+def failures_names(names: Iterable[str], task: str) -> list[str]:
+    """Return those of the names that count what the world failed of a task."""
+    return [name for name in names if name.startswith(failure(task, ""))]
+
+
+def failures_of(record: Mapping[str, Any], task: str) -> dict[str, float]:
+    """Return the trajectories of a task that the world failed, by boundary."""
+    return {name.rpartition("/")[2]: record[name] for name in failures_names(record, task)}
+
+
+def percentiles_of(seconds: Sequence[float] | NDArray[np.float64]) -> dict[str, float]:
+    """Return the percentiles of the seconds that groups took, by name; {} without any."""
+    if not len(seconds):
+        return {}
+    found = np.percentile(seconds, list(GROUP_S_PERCENTILES.values()))
+    return dict(zip(GROUP_S_PERCENTILES, map(float, found), strict=True))
 
 
 def reward_part(task: str, part: str) -> str:

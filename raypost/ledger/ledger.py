@@ -286,6 +286,10 @@ class Ledger:
         """Yield every group that has not ended, and what is known of it."""
         return iter(self._live.items())
 
+    def living_group(self, key: GroupKey) -> LiveGroup:
+        """Return what is known of a group that has not ended. Raises KeyError for others."""
+        return self._live[key]
+
     def nearest(self, task: str, group_id: int) -> list[int]:
         """Return the nearest groups below and above, of those that were sampled."""
         ended = self._ended.get(task, OrdinalSet()).ranges()

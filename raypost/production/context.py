@@ -337,15 +337,10 @@ class ProduceContext:
         if verdict is Status.ABORTED:
             return
         self._failed_in_a_row = 0
-        window.produced_samples += size
-        window.group_s.append(self.clock() - one.entry.started_s)
+        # Before the filter counts: a curve of what passed it would not show what the policy does.
+        rewards, seconds = [state.reward for state in group.states], self.clock() - one.entry.started_s
+        window.of_task(group.task).count(rewards, verdict is Status.FILTERED, seconds)
         self._slots.observe(group.task, [state.num_tokens for state in group.states])
-        for state in group.states:
-            # Before the filter counts: a curve of what passed it would not show what the policy does.
-            window.raw_rewards_sum += state.reward or 0.0
-            window.raw_rewards_count += 1
-        if verdict is Status.FILTERED:
-            window.filtered_samples += size
 
     def _drop(self, key: GroupKey, reason: Status, **facts: Any) -> None:
         self.ledger.dropped(key, reason, **facts)

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from raypost.errors import CheckpointError
-from raypost.protocols import ProductionMetrics
+from raypost.protocols import ProductionMetrics, TaskMetrics
 
 COUNTERS = ("target", "consumed", "waived", "target_upto", "producer_future_step")
 """The attributes that count by task."""
@@ -138,4 +138,5 @@ class ProduceProgress:
         # A metric that the saved run did not know yet starts at zero.
         known = {field.name for field in dataclasses.fields(ProductionMetrics)}
         window = {name: value for name, value in state.get("metrics", {}).items() if name in known}
-        self.metrics = ProductionMetrics(**window)
+        of_tasks = {name: TaskMetrics(**one) for name, one in window.pop("tasks", {}).items()}
+        self.metrics = ProductionMetrics(tasks=of_tasks, **window)

@@ -18,7 +18,7 @@ from typing import Generic, TypeVar
 
 from raypost.errors import ProductionError
 from raypost.production.context import ProduceContext
-from raypost.protocols import Buffer, Lease, TakeStatus
+from raypost.protocols import BatchMetrics, Buffer, Lease, TakeStatus
 from raypost.types import ProduceBatchStatus, Status
 
 BatchT = TypeVar("BatchT")
@@ -132,8 +132,21 @@ class BatchTaker(Generic[BatchT]):
             wait_s=self._context.clock() - since_s,
             buffered=sum((await self._completed()).values()),
             metrics=self._progress.read_metrics(),
+            tasks=self._of_tasks(lease),
         )
         return self._last
+
+    def _of_tasks(self, lease: Lease[BatchT]) -> dict[str, BatchMetrics]:
+        """Return what the batch has of each task, as far as the ledger knows its groups."""
+        found: dict[str, BatchMetrics] = {}
+        for key, staleness in zip(lease.keys, lease.staleness, strict=True):
+            of_task, group = found.setdefault(key[0], BatchMetrics()), self._ledger.living_group(key)
+            of_task.staleness.append(staleness)
+            of_task.num_samples += group.members
+            of_task.response_tokens += group.tokens
+            of_task.rewards_sum += group.reward * group.rewarded
+            of_task.rewards_count += group.rewarded
+        return found
 
     async def _ask_for_sync(self, step: int, since_s: float) -> TakeStatus:
         return TakeStatus(

@@ -7,6 +7,8 @@ from raypost.types import SpanKind
 INK, GREY, LIGHT, PALE = "#1f2933", "#5f6c7b", "#cbd2d9", "#edf0f3"
 BLUE, ORANGE, GREEN, RED, PURPLE = "#2f6fde", "#e8871e", "#15936b", "#cf3f3f", "#8057c9"
 
+TASK_COLOURS = (BLUE, ORANGE, GREEN, PURPLE, RED, GREY)
+
 KIND_COLOURS: dict[SpanKind, str] = {
     "rollout": BLUE,
     "train": ORANGE,

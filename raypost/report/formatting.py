@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -117,6 +117,41 @@ def length_bias(bias: Mapping[str, Any]) -> str:
     ratio = bias["ratio"]
     lengths = "of unknown length" if ratio is None else f"{number(ratio)} times as long as trained ones"
     return f"{percent(bias['share'])} of the groups grew too old, {lengths}: {', '.join(parts)}"
+
+
+def steps_of(steps: int, num_steps: int) -> str:
+    """Write how many steps of those asked for: `4 of 8`, or `8 (4 are asked for)` where a run was longer before."""
+    return f"{steps} of {num_steps}" if steps <= num_steps else f"{steps} ({num_steps} are asked for)"
+
+
+def percentiles(values: Mapping[str, float]) -> str:
+    """Write seconds at several percentiles, such as 1.20 s, 2.50 s, 9.10 s; a dash without any."""
+    return ", ".join(seconds(value) for value in values.values()) or MISSING
+
+
+def first_to_last(figures: Mapping[str, Any], name: str, write: Callable[[float | None], str]) -> str:
+    """Write how a figure went, such as 0.22 → 0.81."""
+    return f"{write(figures[f'{name}_first'])} → {write(figures[f'{name}_last'])}"
+
+
+def task_row(name: str, task: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """Return (title, text) of the figures of one task of a report."""
+    produced, failures = task["samples_produced"], task["failures"]
+    lost = [f"{count(number)} {boundary}" for boundary, number in failures.items()]
+    held_out = f"{score(task['eval_before'])} → {score(task['eval_after'])}"
+    worst = MISSING if task["staleness_max"] is None else f"{task['staleness_max']}"
+    return [
+        ("task", name),
+        ("held-out", held_out),
+        ("reward", first_to_last(task, "raw_reward", score)),
+        ("trained", count(task["samples_trained"])),
+        ("tokens", first_to_last(task, "response_tokens", number)),
+        ("staleness", f"{number(task['staleness_mean'], 2)}, at most {worst}"),
+        ("filtered", percent(task["samples_filtered"] / produced if produced else None)),
+        ("failures", ", ".join(lost) or "0"),
+        ("retries", count(task["retries"])),
+        ("p50, p90, p99 of a group", percentiles(task["group_s"])),
+    ]
 
 
 def group_sum(counts: Mapping[str, int]) -> str:

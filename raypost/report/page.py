@@ -21,9 +21,12 @@ from raypost.report.formatting import (
     moment,
     number,
     percent,
+    percentiles,
     score,
     seconds,
     size,
+    steps_of,
+    task_row,
 )
 
 _LEARNING = (
@@ -35,6 +38,7 @@ _LEARNING = (
     metrics.RESPONSE_TOKENS_MEAN,
 )
 _DATA = ("staleness", "mismatch")
+_TASKS = ("tasks reward", "tasks length")
 
 
 def render(report: Mapping[str, Any], config: Mapping[str, Any], svgs: Mapping[str, str]) -> str:
@@ -47,6 +51,7 @@ def render(report: Mapping[str, Any], config: Mapping[str, Any], svgs: Mapping[s
         notes=_notes(report),
         tiles="".join(_tile(*tile) for tile in _tiles(report)),
         learning=_figures(svgs, _LEARNING),
+        tasks=_tasks(report["tasks"], svgs),
         timeline=_timeline(report, svgs),
         data=_figures(svgs, _DATA),
         groups=_groups(report["groups"]) + _lengths(report["length_bias"]),
@@ -58,7 +63,7 @@ def render(report: Mapping[str, Any], config: Mapping[str, Any], svgs: Mapping[s
 
 
 def _lead(report: Mapping[str, Any]) -> str:
-    steps = f"{report['steps']} of {report['num_steps']} train steps in {seconds(report['wall_s'])}"
+    steps = f"{steps_of(report['steps'], report['num_steps'])} train steps in {seconds(report['wall_s'])}"
     return escape(
         f"{steps}. Model {report['model']}, seed {report['seed']}, started {moment(report['started'])}."
     )
@@ -171,11 +176,30 @@ def _details(report: Mapping[str, Any]) -> str:
             "Response length, expired groups (mean)",
             number(expired_tokens) + (" none expired" if expired_tokens is None else ""),
         ),
+        ("Seconds that a group takes (p50, p90, p99)", percentiles(report["group_s"])),
         ("Pause before a sync (median)", seconds(report["pause_s_median"])),
         ("Peak memory of all processes on the node", size(report["peak_memory_bytes"])),
         ("Recipe digest", report["recipe_digest"]),
     ]
     return _table(rows)
+
+
+def _tasks(tasks: Mapping[str, Mapping[str, Any]], svgs: Mapping[str, str]) -> str:
+    """Return the section of a run of several tasks; nothing for one, whose figures are the run's."""
+    if len(tasks) < 2:
+        return ""
+    rows = [dict(task_row(name, task)) for name, task in tasks.items()]
+    head = "".join(f"<th>{escape(title)}</th>" for title in list(rows[0])[1:])
+    lines = []
+    for row in rows:
+        name, *cells = (escape(text) for text in row.values())
+        lines.append(f"<tr><th>{name}</th>{''.join(f'<td class=n>{cell}</td>' for cell in cells)}</tr>")
+    return (
+        "<h2>Which task learns?</h2><p class='hint'>Rewards (before any filter) and lengths are means over the first "
+        "and the last tenth of the steps.</p>"
+        f"<section class='card'><table><tr><th></th>{head}</tr>{''.join(lines)}</table></section>"
+        f"<section class='plots'>{_figures(svgs, _TASKS)}</section>"
+    )
 
 
 def _evals(evals: list[dict[str, Any]]) -> str:

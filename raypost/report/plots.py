@@ -21,10 +21,11 @@ from matplotlib.ticker import FixedLocator, MaxNLocator
 
 from raypost import metrics
 from raypost.report.busy_time import training_windows
-from raypost.report.colours import BLUE, GREEN, GREY, INK, LIGHT, ORANGE, PALE, RED
+from raypost.report.colours import BLUE, GREEN, GREY, INK, LIGHT, ORANGE, PALE, RED, TASK_COLOURS
 from raypost.report.record import RunRecord, Series
 from raypost.report.report_json import reward_curve
-from raypost.report.timeline import draw_shares, draw_timeline, note, whole_run, zoom
+from raypost.report.tasks import task_column
+from raypost.report.timeline import draw_shares, draw_timeline, joined, note, whole_run, zoom
 
 MAX_POINTS = 1500
 """A longer curve is averaged down to this many points."""
@@ -75,7 +76,8 @@ def draw(record: RunRecord, report: dict[str, Any]) -> Drawn:
         near = zoom(windows, report["step_s_median"]) if len(windows) else whole_run(record)
         if len(windows):
             svgs["zoom"] = _svg(draw_timeline(record, near, bands=True))
-            svgs["whole"] = _svg(draw_timeline(record, whole_run(record)))
+            whole, restarts = joined(record)
+            svgs["whole"] = _svg(draw_timeline(whole, whole_run(whole), restarts=restarts))
             svgs["shares"] = _svg(draw_shares(report["time_shares_s"]))
         timeline = draw_timeline(record, near, bands=True, title=True)
         return Drawn(svgs, _png(timeline), _png(_sheet(list(plots.values())[:6])))
@@ -97,6 +99,13 @@ def _plots(record: RunRecord, report: dict[str, Any]) -> dict[str, Plot]:
         (metrics.RESPONSE_TOKENS_MEAN, "Response length, tokens", BLUE),
     ):
         plots[name] = _curve(record, record.column(name), title, colour)
+    if len(report["tasks"]) > 1:
+        plots |= {
+            "tasks reward": _by_task(record, report, metrics.RAW_REWARD_MEAN, "Reward by task"),
+            "tasks length": _by_task(
+                record, report, metrics.RESPONSE_TOKENS_MEAN, "Response length by task, tokens"
+            ),
+        }
     return {name: plot for name, (has_data, plot) in plots.items() if has_data}
 
 
@@ -128,6 +137,27 @@ def _curve(record: RunRecord, values: Series, title: str, colour: str) -> tuple[
         _frame(ax, title, record.last_step, thin)
 
     return bool(np.isfinite(values).any()), plot
+
+
+def _by_task(record: RunRecord, report: dict[str, Any], name: str, title: str) -> tuple[bool, Plot]:
+    """Return whether a task has the metric, and the plot of all of them."""
+    curves = {task: task_column(record, name, task, alone=False) for task in report["tasks"]}
+    known = {task: values for task, values in curves.items() if np.isfinite(values).any()}
+
+    def plot(ax: Axes) -> None:
+        drawn = []
+        for number, (task, values) in enumerate(known.items()):
+            colour, dash = (
+                TASK_COLOURS[number % len(TASK_COLOURS)],
+                ("-", _DASHED)[number // len(TASK_COLOURS) % 2],
+            )
+            steps, thin = _thin(record.steps, values)
+            ax.plot(steps, _smooth(thin), color=colour, ls=dash, lw=2, label=task)
+            drawn.append(thin)
+        _frame(ax, title, record.last_step, np.concatenate(drawn))
+        ax.legend(loc="best", ncols=2, handlelength=1.2, borderaxespad=0.2)
+
+    return bool(known), plot
 
 
 def _staleness(ax: Axes, report: dict[str, Any]) -> None:

@@ -6,8 +6,11 @@ what is read is the history of the model that survived.
 
 from __future__ import annotations
 
+import math
+import statistics
 from array import array
 from bisect import bisect_left
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -18,7 +21,7 @@ from numpy.typing import NDArray
 
 from raypost.ledger.ledger import LEDGER_FILE
 from raypost.ledger.summary import LedgerSummary, ledger_summary
-from raypost.metrics import HELD_OUT, STALENESS, finite_floats
+from raypost.metrics import GROUP_S, HELD_OUT, STALENESS, finite_floats
 from raypost.report import files
 from raypost.report.busy_time import SpanTable, span_table
 from raypost.types import RunStatus, Span
@@ -41,6 +44,8 @@ class RunRecord:
     """Values by metric, NaN where a step lacks it; steps after the last that has it are left out."""
     staleness: list[list[int]] = field(default_factory=list)
     """Per step, per group of its batch."""
+    group_s: list[dict[str, array[float]]] = field(default_factory=list)
+    """Per step, by metric: seconds of each group that finished."""
     evals: list[dict[str, Any]] = field(default_factory=list)
     """With `step`, in the order of steps."""
     syncs: list[dict[str, Any]] = field(default_factory=list)
@@ -98,11 +103,13 @@ def _read_steps(run_dir: Path, record: RunRecord) -> array[float]:
     for line in files.read_lines(run_dir / files.METRICS):
         times.append(line["time_s"])
         row = bisect_left(record.steps, line["step"])
-        del record.steps[row:], record.staleness[row:]
+        del record.steps[row:], record.staleness[row:], record.group_s[row:]
         for column in record.columns.values():
             del column[row:]
         record.steps.append(line["step"])
         record.staleness.append(line.get(STALENESS) or [])
+        lists = ((name, seconds) for name, seconds in line.items() if name.partition("/")[0] == GROUP_S)
+        record.group_s.append({name: array("f", seconds) for name, seconds in lists})
         record.not_finite.update(line.get("not_finite", ()))
         for name, value in finite_floats(line).items():
             values = record.columns.setdefault(name, array("d"))
@@ -136,3 +143,24 @@ def _read_events(run_dir: Path, record: RunRecord, times: array[float]) -> list[
             record.status = line["status"]
             record.error = line["error"]
     return starts
+
+
+# ---------------------------------------------------------------- arithmetic of series
+
+
+def finite(values: Iterable[float]) -> list[float]:
+    """Return the finite values."""
+    return [float(value) for value in values if math.isfinite(value)]
+
+
+def mean(values: Series) -> float | None:
+    """Return the mean of the finite values; None without any."""
+    known = finite(values)
+    return statistics.fmean(known) if known else None
+
+
+def weighted_mean(values_and_weights: Iterable[tuple[float, float]]) -> float | None:
+    """Return the mean by weight over the pairs in which both are finite; None if the weights sum to 0."""
+    pairs = [(v, w) for v, w in values_and_weights if math.isfinite(v) and math.isfinite(w)]
+    total = sum(weight for _, weight in pairs)
+    return sum(value * weight for value, weight in pairs) / total if total else None

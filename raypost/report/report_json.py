@@ -5,7 +5,6 @@ Idle fractions, overlap and windows are defined in busy_time.py; everything else
 
 from __future__ import annotations
 
-import math
 import platform
 import statistics
 from collections import Counter
@@ -21,7 +20,8 @@ from raypost.config import Config
 from raypost.config.identity import recipe_digest
 from raypost.report import busy_time, formatting
 from raypost.report.eval_statistics import CONFIDENCE
-from raypost.report.record import RunRecord, Series
+from raypost.report.record import RunRecord, Series, finite, mean, weighted_mean
+from raypost.report.tasks import group_seconds, tasks_report
 from raypost.spans import ROLLOUT, TRAIN
 from raypost.types import GroupCounts
 from raypost.version import __version__
@@ -72,6 +72,8 @@ def build_report(record: RunRecord, config: Config) -> dict[str, Any]:
         **_staleness(record, config),
         **_time(record, config),
         **_weights_and_tokens(record),
+        "group_s": group_seconds(record),
+        "tasks": tasks_report(record, config),
         "judges": _judges(record),
         "length_bias": None if record.ledger is None else record.ledger.length_bias.as_dict(),
         "versions": record.versions,
@@ -93,8 +95,8 @@ def _learning(record: RunRecord, config: Config) -> dict[str, Any]:
         "eval_after_interval": _held_out_interval(after),
         "eval_confidence": CONFIDENCE,
         "evals": [{name: value for name, value in e.items() if name != "not_finite"} for e in record.evals],
-        "reward_first": _mean(reward[:tenth]),
-        "reward_last": _mean(reward[-tenth:]),
+        "reward_first": mean(reward[:tenth]),
+        "reward_last": mean(reward[-tenth:]),
     }
 
 
@@ -140,10 +142,10 @@ def _weights_and_tokens(record: RunRecord) -> dict[str, Any]:
         record.column(metrics.EXPIRED_TOKENS_MEAN), record.column(metrics.EXPIRED_GROUPS), strict=True
     )
     return {
-        "logprob_mismatch_max": max(_finite(record.column(metrics.LOGPROB_MISMATCH_MAX)), default=None),
+        "logprob_mismatch_max": max(finite(record.column(metrics.LOGPROB_MISMATCH_MAX)), default=None),
         "canary_difference_max": max(_known(record.syncs, "canary_difference"), default=None),
         "tokens_generated": sum(_known(record.usage, "tokens_generated")) or None,
-        "trained_tokens_mean": _mean(record.column(metrics.RESPONSE_TOKENS_MEAN)),
+        "trained_tokens_mean": mean(record.column(metrics.RESPONSE_TOKENS_MEAN)),
         "expired_tokens_mean": weighted_mean(expired),
         "peak_memory_bytes": max(_known(record.usage, "peak_memory_bytes"), default=None),
     }
@@ -163,8 +165,8 @@ def _judges(record: RunRecord) -> dict[str, dict[str, Any]]:
             "seconds_mean": total.seconds / max(1, total.calls),
             "seconds_max": total.seconds_max,
             "parts": {
-                part: {"mean": mean, **_ends(record.column(metrics.reward_part(task, part)))}
-                for part, mean in sorted(total.part_means().items())
+                part: {"mean": value, **_ends(record.column(metrics.reward_part(task, part)))}
+                for part, value in sorted(total.part_means().items())
             },
         }
         for task, total in totals.items()
@@ -173,7 +175,7 @@ def _judges(record: RunRecord) -> dict[str, dict[str, Any]]:
 
 def _ends(values: Series) -> dict[str, float | None]:
     tenth = max(1, len(values) // 10)
-    return {"first": _mean(values[:tenth]), "last": _mean(values[-tenth:])}
+    return {"first": mean(values[:tenth]), "last": mean(values[-tenth:])}
 
 
 def _known(events: Iterable[Mapping[str, Any]], name: str) -> list[Any]:
@@ -228,15 +230,8 @@ def staleness_histogram(batches: Iterable[Iterable[int]]) -> dict[int, int]:
 
 def median(values: Iterable[float]) -> float | None:
     """Return the median of the finite values; None without any."""
-    finite = _finite(values)
-    return statistics.median(finite) if finite else None
-
-
-def weighted_mean(values_and_weights: Iterable[tuple[float, float]]) -> float | None:
-    """Return the mean by weight over the pairs in which both are finite; None if the weights sum to 0."""
-    pairs = [(v, w) for v, w in values_and_weights if math.isfinite(v) and math.isfinite(w)]
-    total = sum(weight for _, weight in pairs)
-    return sum(value * weight for value, weight in pairs) / total if total else None
+    known = finite(values)
+    return statistics.median(known) if known else None
 
 
 def reward_curve(record: RunRecord) -> Series:
@@ -251,12 +246,3 @@ def step_seconds(record: RunRecord) -> Series:
     session = np.searchsorted([start for start, _ in record.sessions], times, side="right")
     seconds: Series = np.diff(times)[session[:-1] == session[1:]]
     return seconds
-
-
-def _finite(values: Iterable[float]) -> list[float]:
-    return [float(value) for value in values if math.isfinite(value)]
-
-
-def _mean(values: Series) -> float | None:
-    finite = _finite(values)
-    return statistics.fmean(finite) if finite else None

@@ -37,6 +37,8 @@ from raypost.report.formatting import (
     score,
     seconds,
     size,
+    steps_of,
+    task_row,
     with_interval,
 )
 
@@ -81,7 +83,7 @@ class RunDisplay:
         if self._tty:
             self._redraw()
         else:
-            self._line(self._step_line())
+            self._line("\n".join([self._step_line(), *self._task_lines()]))
 
     def evaluated(self, step: int, scores: Mapping[str, Any]) -> None:
         """Show an evaluation."""
@@ -183,6 +185,14 @@ class RunDisplay:
         parts += [f"{name} {figures[name]:>{width}}" for name, width in COLUMNS.items()]
         return "  ".join(parts)
 
+    def _task_lines(self) -> list[str]:
+        """Return a line for each task, if there are several."""
+        tasks = [task.name for task in self._config.tasks]
+        if len(tasks) == 1:
+            return []
+        width = max(map(len, tasks))
+        return [f"  {task:<{width}}  {task_text(self._record, task)}" for task in tasks]
+
     # ---------------------------------------------------------------- with a terminal
 
     def _redraw(self) -> None:
@@ -205,7 +215,7 @@ class RunDisplay:
         # A bar alone ends no line.
         bar = Table.grid(expand=True)
         bar.add_row(ProgressBar(total=self._num_steps, completed=self._step))
-        parts: list[Any] = [bar, grid]
+        parts: list[Any] = [bar, grid, *map(Text, self._task_lines())]
         if self._states:
             states = Text("workers ", style="dim")
             for name, state in self._states.items():
@@ -214,6 +224,25 @@ class RunDisplay:
         elapsed = seconds(time.monotonic() - self._started_s)
         title = f"{self._config.name}  step {self._step}/{self._num_steps}  {elapsed}"
         return Panel(Group(*parts), title=title, title_align="left", border_style="blue")
+
+
+def task_text(record: Mapping[str, Any], task: str) -> str:
+    """Return a line about one task of several, from a step's record."""
+
+    def value(name: str) -> Any:
+        return metrics.value_of(record, name, task, alone=False)
+
+    failed = sum(metrics.failures_of(record, task).values())
+    figures = {
+        "reward": f"{score(value(metrics.RAW_REWARD_MEAN)):>4}",
+        "tokens": f"{number(value(metrics.RESPONSE_TOKENS_MEAN)):>5}",
+        "staleness": f"{number(value(metrics.STALENESS_MEAN), 2):>4}",
+        "filtered": str(value(metrics.FILTERED_SAMPLES) or 0),
+        "failures": f"{failed:g}",
+        "group p50": f"{seconds(value(metrics.GROUP_S_P50)):>6}",
+        "p99": seconds(value(metrics.GROUP_S_P99)),
+    }
+    return "  ".join(f"{name} {text}" for name, text in figures.items())
 
 
 def scores_table(scores: Mapping[str, Any], tasks: Sequence[str], options: EvalConfig) -> Table:
@@ -245,7 +274,7 @@ def report_text(report: Mapping[str, Any], run_dir: Path) -> str:
         ("held-out score", f"{with_interval(before, report['eval_before_interval'])} -> "
                            f"{with_interval(after, report['eval_after_interval'])}"
                            + (f"  ({gained})" if gained else "")),
-        ("steps", f"{report['steps']} of {report['num_steps']} in {seconds(report['wall_s'])}, "
+        ("steps", f"{steps_of(report['steps'], report['num_steps'])} in {seconds(report['wall_s'])}, "
                   f"{seconds(report['step_s_median'])} each"),
         ("groups", f"{group_sum(report['groups'])}; {report['groups']['lost']} lost"),
         ("staleness", f"at most {MISSING if worst is None else worst} ({bound(report['staleness_bound'])}), "
@@ -261,6 +290,10 @@ def report_text(report: Mapping[str, Any], run_dir: Path) -> str:
     if report["error"]:
         lines.append(f"  {report['error']}")
     lines += [f"  {name:<18}{text}" for name, text in rows]
+    if len(report["tasks"]) > 1:
+        for task, figures in report["tasks"].items():
+            row = task_row(task, figures)[1:]
+            lines.append(f"  {f'task {task}':<18}{'; '.join(f'{title} {text}' for title, text in row)}")
     if report["length_bias"] and report["length_bias"]["share"]:
         lines.append(f"  {'length bias':<18}{length_bias(report['length_bias'])}")
     lines += [f"  {'problem':<18}{text}" for text in report["problems"]]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -44,13 +46,36 @@ def zoom(windows: Intervals_N2, step_s: float | None) -> Window:
 
 
 def whole_run(record: RunRecord) -> Window:
-    """Return the last session, from its start to its end."""
-    start, end = record.sessions[-1]
+    """Return the time from the start of the first session to the end of the last."""
+    start, end = record.sessions[0][0], record.sessions[-1][1]
     return (start, max(end, start + 1.0))
 
 
-def draw_timeline(record: RunRecord, window: Window, bands: bool = False, title: bool = False) -> Figure:
-    """Draw one row an actor over `window`; `bands` shades the syncs and evaluations across all rows."""
+def joined(record: RunRecord) -> tuple[RunRecord, list[float]]:
+    """Return the record with the time between sessions cut out, and when each session but the first then starts."""
+    starts, ends = np.array(record.sessions).T
+    cut_s = np.concatenate([[0.0], np.cumsum(starts[1:] - ends[:-1])])
+
+    def moved(spans: Intervals_N2) -> Intervals_N2:
+        session = np.maximum(0, np.searchsorted(starts, spans[:, 0], side="right") - 1)
+        return union(spans - cut_s[session, None])
+
+    spans = {key: moved(one) for key, one in record.spans.items()}
+    whole = replace(record, spans=spans, sessions=[(starts[0], ends[-1] - cut_s[-1])])
+    return whole, [float(start) for start in starts[1:] - cut_s[1:]]
+
+
+def draw_timeline(
+    record: RunRecord,
+    window: Window,
+    bands: bool = False,
+    title: bool = False,
+    restarts: Sequence[float] = (),
+) -> Figure:
+    """Draw one row an actor over `window`; `bands` shades the syncs and evaluations across all rows.
+
+    `restarts`: when sessions start that are no first ones.
+    """
     rows, hidden = _rows(record, window)
     figure = Figure(figsize=(12.4, 1.35 + 0.4 * (len(rows) + 1)), layout="constrained")
     ax = figure.subplots()
@@ -62,6 +87,8 @@ def draw_timeline(record: RunRecord, window: Window, bands: bool = False, title:
         for start, end in union(np.concatenate([busy[SYNC], busy[EVALUATE], busy[PAUSE]])) - origin:
             ax.axvspan(start, end, color=PALE, lw=0, zorder=0)
     _draw_row(ax, 0, intersect(busy[TRAIN], busy[ROLLOUT]), INK, window, origin)
+    for start in restarts:
+        ax.axvline(start - origin, color=GREY, lw=1, ls=(0, (4, 3)))
     dense = False
     for y, actor in enumerate(rows, start=1):
         for kind in reversed(_ORDER):
@@ -78,6 +105,7 @@ def draw_timeline(record: RunRecord, window: Window, bands: bool = False, title:
     if title:
         ax.set_title("Who was busy when")
     notes = [f"{hidden} more actors not shown"] * (hidden > 0)
+    notes += ["a dashed line: the run was started again; the time until then is left out"] * bool(restarts)
     notes += ["height: share of the time an actor was busy"] * dense
     note(ax, "; ".join(notes), (1, 0), (0, -24), "axes fraction", ha="right", va="top")
     return figure

@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 
 from raypost.report import busy_time
-from raypost.report.report_json import median, staleness_histogram, weighted_mean
+from raypost.report.record import weighted_mean
+from raypost.report.report_json import median, staleness_histogram
 from raypost.spans import SpanLog
 from raypost.types import Span, SpanKind
 from tests import synthetic_run as run

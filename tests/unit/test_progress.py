@@ -65,7 +65,7 @@ def test_consumed_is_what_was_taken() -> None:
 
 def test_metrics_are_read_once_and_zeroed() -> None:
     progress = progress_of("a")
-    progress.metrics.produced_samples += 5
+    progress.metrics.of_task("a").count([1.0] * 5, False, 2.0)
     progress.count_expired(10.0)
     progress.count_expired(20.0)
     first, second = progress.read_metrics(), progress.read_metrics()

@@ -21,6 +21,7 @@ REPORT: dict[str, Any] = {
     "staleness_mean": 0.74, "trainer_idle_fraction": 0.34, "rollout_idle_fraction": 0.13, "overlap_s": 40.0,
     "window_s": 60.75, "sync_s_median": 0.045, "num_syncs": 81, "logprob_mismatch_max": 9e-6,
     "peak_memory_bytes": 4_120_000_000, "problems": [], "groups": run.counts().as_dict(), "length_bias": None,
+    "tasks": {},
 }  # fmt: skip
 
 
@@ -191,6 +192,8 @@ def test_a_failed_run_leads_with_its_error_and_lists_its_problems() -> None:
         "groups": REPORT["groups"],
         "problems": ["3 groups are lost"],
         "name": "x",
+        "num_steps": 80,
+        "tasks": {},
     }
     text = report_text(
         none | {"status": "failed", "error": "ClusterError: no cores", "steps": 0}, Path("runs/x")
