@@ -280,8 +280,8 @@ class Sample:
     """The data's answer; None where it has none."""
     metadata: dict[str, Any]
     """The other columns of the data's row, with `question` and `answer`. What a function writes here is not kept."""
-    turns: list[dict[str, str]]
-    """The conversation: messages with `role` and `content`."""
+    turns: list[dict[str, Any]]
+    """The conversation, the response last: messages with `role` and `content`."""
 
 
 class Score(float):

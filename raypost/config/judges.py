@@ -9,6 +9,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, ValidationInfo, model_validator
 
+from raypost.config.embedded import read_text
 from raypost.config.resources import ConfigModel
 
 
@@ -47,7 +48,11 @@ class JudgeConfig(ConfigModel):
         if file is None or data.get("kind") != "function":
             return data
         folder = Path((info.context or {}).get("folder", "."))
-        return {**data, "function_source": _read_source(folder / Path(file).expanduser(), data["function"])}
+        what, instead = (
+            f"function {data['function']!r}",
+            "put it into a module, and name that as module:function",
+        )
+        return {**data, "function_source": read_text(folder / Path(file).expanduser(), what, instead)}
 
     @model_validator(mode="after")
     def _options_fit_the_kind(self) -> JudgeConfig:
@@ -115,27 +120,9 @@ _JUDGE_OPTIONS: dict[str, tuple[str, ...]] = {
 }
 """Which options a kind of judge has."""
 _FUNCTION = re.compile(r"(?:.+\.py|[\w.]+):[A-Za-z_][\w.]*")
-MAX_SOURCE_BYTES = 1_000_000
-"""Longest file of a function: it travels with the configuration."""
 
 
 def function_file(function: object) -> str | None:
     """Return the file in `reward.py:score`; None for `module:function`, or what is neither."""
     file, colon, _ = function.rpartition(":") if isinstance(function, str) else ("", "", "")
     return file if colon and file.endswith(".py") else None
-
-
-def _read_source(path: Path, function: str) -> str:
-    try:
-        size = path.stat().st_size
-        if size > MAX_SOURCE_BYTES:
-            raise ValueError(
-                f"function {function!r}: {path} has {size} bytes, more than {MAX_SOURCE_BYTES}: put what is in it into "
-                "a module, and name that as module:function"
-            )
-        return path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise ValueError(
-            f"function {function!r}: {path} cannot be read ({getattr(error, 'strerror', None) or error}); a file's "
-            "path is relative to the configuration's folder"
-        ) from None

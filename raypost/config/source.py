@@ -26,14 +26,20 @@ class SourceConfig(ConfigModel):
     """Parameters of the reasoning-gym dataset or of the function; for hf_disk `split`, if it has several."""
     question_field: str = "prompt"
     """Name of the field, or column, that holds the question."""
-    answer_field: str = "answer"
-    """Name of the field, or column, that holds the answer; all others become metadata of the prompt."""
+    messages_field: str | None = None
+    """Name of the field that holds a conversation instead: a list of messages, each with `role` and `content`, a text.
+    It is rendered by the chat template. null: `question_field` holds one question."""
+    answer_field: str | None = "answer"
+    """Name of the field that holds the answer; all others become metadata of the prompt. A row may lack the field
+    `answer` where the judge compares with none. null: the data has no answers."""
+    ignore_fields: tuple[str, ...] = ()
+    """Fields that do not become metadata."""
     size: Annotated[int, Field(ge=1)] | None = None
     """Problems in one epoch; later epochs repeat them in another order, or in the same order if `dataset` is an
     iterable without a length. null: all, and 100,000 of reasoning-gym, which has no end."""
     index_dir: Path | None = Path("~/.cache/raypost/index")
-    """Folder that keeps where the rows of jsonl files are, so that files that did not change are read whole once and
-    not at every start. null keeps nothing."""
+    """Folder that keeps what was found out about a source: where the rows of jsonl files are, and how long the prompts
+    are in a model's tokens. What did not change is then read whole once, and not at every start. null keeps nothing."""
     num_workers: Annotated[int, Field(ge=0)] = 0
     """Processes that read and tokenise prompts ahead; 0: the producer does so itself when it needs one."""
 
@@ -53,13 +59,36 @@ class SourceConfig(ConfigModel):
                 f"params has {', '.join(unknown)}, which kind {kind!r} does not use: "
                 + ("it has split alone" if known else "leave params out")
             )
-        if self.question_field == self.answer_field:
+        return self
+
+    @model_validator(mode="after")
+    def _fields_fit(self) -> SourceConfig:
+        if self.prompt_field == self.answer_field:
+            option = "question_field" if self.messages_field is None else "messages_field"
             raise ValueError(
-                f"question_field and answer_field are both {self.question_field!r}: the answer would be in the prompt"
+                f"{option} and answer_field are both {self.answer_field!r}: the answer would be in the prompt"
             )
-        if kind == "reasoning_gym" and (self.question_field, self.answer_field) != ("prompt", "answer"):
+        if self.messages_field is not None and self.question_field not in ("prompt", self.messages_field):
             raise ValueError(
-                f"kind 'reasoning_gym' has no fields {self.question_field!r} and {self.answer_field!r}: leave "
-                "question_field and answer_field out"
+                f"question_field is {self.question_field!r} beside messages_field {self.messages_field!r}: a prompt is "
+                "one question or a conversation, so leave one of them out"
+            )
+        if self.kind == "reasoning_gym" and (
+            (self.question_field, self.answer_field) != ("prompt", "answer")
+            or self.messages_field is not None
+            or self.ignore_fields
+        ):
+            raise ValueError(
+                f"kind 'reasoning_gym' has no fields, neither {self.prompt_field!r} nor {self.answer_field!r}: leave "
+                "question_field, messages_field, answer_field and ignore_fields out"
+            )
+        if taken := {self.prompt_field, self.answer_field} & set(self.ignore_fields):
+            raise ValueError(
+                f"ignore_fields has {sorted(map(str, taken))}, which the prompt is made of: remove it"
             )
         return self
+
+    @property
+    def prompt_field(self) -> str:
+        """Name of the field that a prompt is made of."""
+        return self.question_field if self.messages_field is None else self.messages_field

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field, ValidationInfo, model_validator
 
+from raypost.config.embedded import read_text
 from raypost.config.judges import JudgeConfig
 from raypost.config.resources import ConfigModel
 from raypost.config.source import SourceConfig
@@ -111,11 +113,24 @@ class TaskConfig(ConfigModel):
     prompt_template: str = "{question}"
     """Text of a prompt, in which `{question}` is replaced by the question."""
     chat: bool = False
-    """Wrap the prompt in the tokenizer's chat template as one user message."""
+    """Render the prompt by the chat template, as one user message or the conversation in the data. It is true where
+    `system_prompt`, `chat_template`, `chat_template_kwargs`, `tools` or `source.messages_field` is set."""
+    system_prompt: str | None = None
+    """System message before the prompt; a conversation that has one of its own keeps that."""
+    chat_template: str | None = None
+    """File of a Jinja template, relative to the configuration's folder or absolute; null: the model's own."""
+    chat_template_source: str | None = None
+    """Text of that file. It is read when the configuration is loaded, so that other nodes have it."""
+    chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
+    """Variables that the template is given, for instance {enable_thinking: false}."""
+    tools: tuple[dict[str, Any], ...] = ()
+    """Schemas of tools that the template is given."""
     group_size: Annotated[int, Field(ge=1)] = 8
     """Trajectories of each prompt."""
     max_prompt_tokens: Annotated[int, Field(ge=1)] = 64
-    """Longest prompt, tokens. A longer one is an error; prompts are never cut."""
+    """Longest prompt, tokens. Prompts are never cut."""
+    on_long_prompt: Literal["refuse", "drop"] = "refuse"
+    """What a longer prompt is. refuse: an error before the run. drop: left out, counted and named by `raypost plan`."""
     max_tokens: Annotated[int, Field(ge=1)] = 64
     """Longest response, tokens."""
     min_tokens: Annotated[int, Field(ge=0)] = 0
@@ -130,13 +145,56 @@ class TaskConfig(ConfigModel):
     top_k: Annotated[int, Field(ge=0)] = 0
     """Sample from so many most likely tokens; 0: from all."""
 
+    @model_validator(mode="before")
+    @classmethod
+    def _read_template(cls, data: Any, info: ValidationInfo) -> Any:
+        if not isinstance(data, dict):
+            return data
+        source = data.get("source")
+        of_source = source if isinstance(source, dict) else getattr(source, "__dict__", {})
+        if of_source.get("messages_field") or any(data.get(name) for name in _OF_CHAT):
+            data = {"chat": True, **data}
+        file = data.get("chat_template")
+        if not isinstance(file, str) or data.get("chat_template_source") is not None:
+            return data
+        folder, what = Path((info.context or {}).get("folder", ".")), f"chat_template {file!r}"
+        text = read_text(folder / Path(file).expanduser(), what, "name the template, not the model")
+        return {**data, "chat_template_source": text}
+
     @model_validator(mode="after")
-    def _prompt_and_judge_fit(self) -> TaskConfig:
+    def _prompt_is_rendered(self) -> TaskConfig:
+        of_chat = [name for name in _OF_CHAT if getattr(self, name)]
+        if self.source.messages_field is not None:
+            of_chat.append("source.messages_field")
+            if self.prompt_template != "{question}":
+                raise ValueError(
+                    f"prompt_template {self.prompt_template!r} is not used beside source.messages_field: what a "
+                    "conversation says is in the data; leave it out"
+                )
+        if of_chat and not self.chat:
+            raise ValueError(
+                f"{', '.join(of_chat)} is set, but chat is false: leave chat out, or set it to true"
+            )
+        if taken := sorted({"messages", "tools", "add_generation_prompt"} & set(self.chat_template_kwargs)):
+            raise ValueError(
+                f"chat_template_kwargs has {', '.join(taken)}, which raypost gives the template itself: leave it out"
+            )
         if "{question}" not in self.prompt_template:
             raise ValueError(
                 f"prompt_template {self.prompt_template!r} lacks {{question}}: no prompt would differ"
             )
+        return self
+
+    @model_validator(mode="after")
+    def _judge_fits_the_source(self) -> TaskConfig:
+        if self.source.answer_field is None and self.compares_answers:
+            raise ValueError(
+                "source.answer_field is null, but the judge compares responses with the answer: name the field, or "
+                "set judge.kind to 'function'"
+            )
         for place, judge in self.judge.every():
+            if self.agent_loop.kind == "environment":
+                break
             if judge.kind == "reasoning_gym" and self.source.kind != "reasoning_gym":
                 raise ValueError(
                     f"{place}.kind is 'reasoning_gym', but source.kind is {self.source.kind!r}, which has no "
@@ -157,6 +215,21 @@ class TaskConfig(ConfigModel):
             )
         return self
 
+    @property
+    def compares_answers(self) -> bool:
+        """Whether the judge compares a response with the data's answer."""
+        asked = self.agent_loop.kind != "environment"
+        return asked and any(judge.kind in ("exact", "math") for _, judge in self.judge.every())
+
+    @property
+    def needs_answers(self) -> bool:
+        """Whether every row must have an answer: the judge needs it, or the configuration names its field."""
+        return self.compares_answers or self.source.answer_field not in (None, "answer")
+
     def stop_ids(self, eos_ids: Sequence[int]) -> tuple[int, ...]:
         """Return the ids that end a response, of a tokenizer that has these."""
         return () if self.ignore_eos else tuple(eos_ids)
+
+
+_OF_CHAT = ("system_prompt", "chat_template", "chat_template_source", "chat_template_kwargs", "tools")
+"""Options of a task that only a chat template gives a meaning."""

@@ -14,15 +14,15 @@ import itertools
 import json
 from array import array
 from collections import OrderedDict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any, NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
-from raypost.config import SourceConfig, TaskConfig
-from raypost.data.prompt import HELD_OUT_ONE_IN
+from raypost.config import TaskConfig
+from raypost.data.prompt import HELD_OUT_ONE_IN, reserved, reserved_names
 from raypost.data.row_index import RowIndex, Stamps, keep_index, load_index
 from raypost.errors import ConfigError
 
@@ -56,7 +56,7 @@ class Rows(Protocol):
         ...
 
     def scan(self, *fields: str) -> Iterator[tuple[Any, ...]]:
-        """Yield the values of these fields in every row, in order; None where a row lacks one."""
+        """Yield the values of these fields in every row, in order; None where a row, or the source, lacks one."""
         for row in map(self.row, range(len(self))):
             yield tuple(map(row.get, fields))
 
@@ -82,7 +82,8 @@ class JsonlRows(Rows):
         self._files = _Files(task)
         self._open: dict[int, IO[bytes]] = {}
         self._index_dir = source.index_dir
-        self._read_for = [source.question_field, source.answer_field, source.size, HELD_OUT_ONE_IN]
+        self._read_for = [source.messages_field is not None, source.prompt_field, source.answer_field]
+        self._read_for += [task.needs_answers, list(source.ignore_fields), source.size, HELD_OUT_ONE_IN]
         self._split: Split | None = None
         index = load_index(self._index_dir, self._files.stamps, self._read_for)
         if index is not None:
@@ -182,7 +183,7 @@ class ParquetRows(Rows):
         self._starts = [0]
         for number, path in enumerate(self._files.paths):
             parquet = self._parquet(number)
-            _require(task.source, parquet.schema_arrow.names, str(path))
+            _require(task, parquet.schema_arrow.names, str(path))
             for group in range(parquet.num_row_groups):
                 self._groups.append((number, group))
                 self._starts.append(self._starts[-1] + parquet.metadata.row_group(group).num_rows)
@@ -207,8 +208,11 @@ class ParquetRows(Rows):
     def scan(self, *fields: str) -> Iterator[tuple[Any, ...]]:
         """Yield the fields' values of every row."""
         for number in range(len(self._files.paths)):
-            for batch in self._parquet(number).iter_batches(batch_size=_BATCH, columns=list(fields)):
-                yield from zip(*(batch.column(name).to_pylist() for name in fields), strict=True)
+            parquet = self._parquet(number)
+            there = set(fields) & set(parquet.schema_arrow.names)
+            for batch in parquet.iter_batches(batch_size=_BATCH, columns=[*there]):
+                columns = {name: batch.column(name).to_pylist() for name in there}
+                yield from _zipped(fields, columns, len(batch))
 
     def place(self, number: int) -> str:
         """Return where the row stands."""
@@ -242,7 +246,7 @@ class HubRows(Rows):
         """Raise ConfigError if there is none in the folder, it has no row, or lacks a field."""
         self._task = task
         self._data = _load_saved(task)
-        _require(task.source, self._data.column_names, str(task.source.dataset))
+        _require(task, self._data.column_names, str(task.source.dataset))
         if len(self) < 1:
             raise ConfigError(f"{task.source.dataset} holds 0 prompts: give it at least one row")
 
@@ -260,8 +264,9 @@ class HubRows(Rows):
 
     def scan(self, *fields: str) -> Iterator[tuple[Any, ...]]:
         """Yield the fields' values of every row."""
-        for batch in self._data.select_columns(list(fields)).iter(batch_size=_BATCH):
-            yield from zip(*(batch[name] for name in fields), strict=True)
+        there = set(fields) & set(self._data.column_names)
+        for columns in self._data.select_columns([*there]).iter(batch_size=_BATCH):
+            yield from _zipped(fields, columns, len(next(iter(columns.values()))))
 
     def place(self, number: int) -> str:
         """Return where the row stands."""
@@ -336,10 +341,20 @@ def _expand(task: str, patterns: Sequence[str]) -> list[Path]:
     return [Path(name) for name in dict.fromkeys(names)]
 
 
-def _require(source: SourceConfig, names: Sequence[str], place: str) -> None:
-    for option in ("question_field", "answer_field"):
-        name = getattr(source, option)
+def _zipped(fields: Sequence[str], columns: Mapping[str, Any], size: int) -> Iterator[tuple[Any, ...]]:
+    """Return the rows of columns, of which some may be missing."""
+    return zip(*(columns.get(name, (None,) * size) for name in fields), strict=True)
+
+
+def _require(task: TaskConfig, names: Sequence[str], place: str) -> None:
+    source = task.source
+    wanted = {"question_field" if source.messages_field is None else "messages_field": source.prompt_field}
+    if task.needs_answers:
+        wanted["answer_field"] = str(source.answer_field)
+    for option, name in wanted.items():
         if name not in names:
             raise ConfigError(
                 f"{place} has no column {name!r}: it has {', '.join(names)}; set source.{option} to one of them"
             )
+    if taken := [name for name in reserved_names(source) if name in names]:
+        raise reserved(taken, place)

@@ -18,13 +18,16 @@ from typing import Any, Protocol, runtime_checkable
 from raypost.config import TaskConfig
 from raypost.config.imports import load_function
 from raypost.data.prompt import (
+    ANSWER,
     HELD_OUT_ONE_IN,
     Prompt,
     is_held_out,
     is_held_out_digest,
-    is_usable,
     question_digest,
+    reserved,
+    reserved_names,
     row_prompt,
+    row_question,
     unusable,
 )
 from raypost.data.rows import Row, Rows, Split
@@ -86,10 +89,18 @@ def _split(task: TaskConfig, rows: Rows, seconds: float | None) -> Split:
     """Read every question, or as many as possible in `seconds`; keep what was found if it was every one."""
     trained, source, content = array("q"), task.source, hashlib.blake2b(digest_size=12)
     deadline = None if seconds is None else time.monotonic() + seconds
-    fields = rows.scan(source.question_field, source.answer_field)
-    for number, (question, answer) in enumerate(itertools.islice(fields, source.size)):
-        if not is_usable(question, answer):
-            raise unusable(source, rows.place(number), rows.row(number))
+    names = reserved_names(source)
+    fields = rows.scan(source.prompt_field, source.answer_field or ANSWER, *names)
+    for number, (value, answer, *taken) in enumerate(itertools.islice(fields, source.size)):
+        try:
+            question = row_question(task, value, answer, _nowhere, {})
+        except ConfigError:
+            # Once more, for the message: finding a row's place takes time.
+            row_question(task, value, answer, functools.partial(rows.place, number), rows.row(number))
+            raise
+        if any(one is not None for one in taken):
+            there = [name for name, one in zip(names, taken, strict=True) if one is not None]
+            raise reserved(there, rows.place(number))
         digest = question_digest(question)
         content.update(digest)
         if not is_held_out_digest(digest):
@@ -99,6 +110,10 @@ def _split(task: TaskConfig, rows: Rows, seconds: float | None) -> Split:
     split = Split(trained, content.hexdigest())
     rows.keep_split(split)
     return split
+
+
+def _nowhere() -> str:
+    return ""
 
 
 class StreamSource:
@@ -204,5 +219,5 @@ def _prompt(task: TaskConfig, rows: Rows, number: int) -> Prompt:
 
 def _checked(task: TaskConfig, row: Any, place: str) -> Row:
     if not isinstance(row, Mapping):
-        raise unusable(task.source, place, row)
+        raise unusable(task, place, row)
     return dict(row)

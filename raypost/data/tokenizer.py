@@ -9,22 +9,16 @@ Invariants: ids equal those of transformers' AutoTokenizer; a tokenizer always h
 
 from __future__ import annotations
 
-import functools
 import json
-from collections.abc import Sequence
-from datetime import datetime
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import jinja2
-import jinja2.ext
-import jinja2.nodes
-import jinja2.parser
-import jinja2.sandbox
 import numpy as np
 from tokenizers import AddedToken
 from tokenizers import Tokenizer as Backend
 
+from raypost.data.chat_template import render_template
 from raypost.errors import ConfigError
 from raypost.types import IntArray
 
@@ -123,26 +117,34 @@ class Tokenizer:
         """Return the text of the ids, special tokens left out."""
         return str(self._backend.decode(np.asarray(ids).tolist(), skip_special_tokens=True))
 
-    def chat(self, messages: list[dict[str, Any]], *, add_generation_prompt: bool = True) -> str:
-        """Return the messages ({"role": ..., "content": ...}) in the model's chat template.
+    def chat(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        add_generation_prompt: bool = True,
+        template: str | None = None,
+        tools: Sequence[Mapping[str, Any]] = (),
+        variables: Mapping[str, Any] | None = None,
+    ) -> str:
+        """Return the messages ({"role": ..., "content": ...}) in a chat template: `template`, or the model's own.
 
-        The text ends where the assistant speaks, or without `add_generation_prompt` with the last message. Raises
-        ConfigError without a template, or when the template refuses the messages.
+        The text ends where the assistant speaks, or without `add_generation_prompt` with the last message. `tools` are
+        schemas and `variables` further names that the template may use. Raises ConfigError without a template, or when
+        the template refuses the messages.
         """
-        if self._chat_template is None:
+        text = self._chat_template if template is None else template
+        if text is None:
             raise ConfigError(
-                f"tokenizer in {self._origin} has no chat template: set chat: false for its tasks, or add "
-                "chat_template.jinja to the folder"
+                f"tokenizer in {self._origin} has no chat template: set chat: false for its tasks, name one with "
+                "chat_template, or add chat_template.jinja to the folder"
             )
-        try:
-            return _compiled(self._chat_template).render(
-                messages=messages,
-                tools=None,
-                add_generation_prompt=add_generation_prompt,
-                **self._special_tokens,
-            )
-        except jinja2.TemplateError as error:
-            raise ConfigError(f"chat template of {self._origin} failed: {error}") from error
+        given = {
+            **self._special_tokens,
+            **(variables or {}),
+            "tools": list(tools) or None,
+            "add_generation_prompt": add_generation_prompt,
+        }
+        return render_template(text, self._origin if template is None else "the task", given, messages)
 
 
 def _read_json(file: Path) -> dict[str, Any]:
@@ -187,33 +189,3 @@ def _chat_template(folder: Path, settings: dict[str, Any]) -> str | None:
     if isinstance(template, list):
         template = {item["name"]: item["template"] for item in template}.get("default")
     return template if isinstance(template, str) else None
-
-
-class _GenerationTag(jinja2.ext.Extension):
-    """`{% generation %}`, with which templates mark the assistant's words; rendering ignores it."""
-
-    tags = {"generation"}
-
-    def parse(self, parser: jinja2.parser.Parser) -> list[jinja2.nodes.Node]:
-        next(parser.stream)
-        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
-
-
-@functools.lru_cache(maxsize=8)
-def _compiled(template: str) -> jinja2.Template:
-    """With what chat templates may rely on; sandboxed, because the code comes with the model."""
-
-    def raise_exception(message: str) -> None:
-        raise jinja2.TemplateError(message)
-
-    def to_json(value: Any, ensure_ascii: bool = False, indent: int | None = None, **options: Any) -> str:
-        return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, **options)
-
-    environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationTag, "jinja2.ext.loopcontrols"]
-    )
-    # Jinja's own tojson escapes for HTML, which would change the prompt.
-    environment.filters["tojson"] = to_json
-    environment.globals["raise_exception"] = raise_exception
-    environment.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
-    return environment.from_string(template)

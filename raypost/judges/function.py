@@ -13,7 +13,7 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 
 from raypost.config import JudgeConfig, TaskConfig
-from raypost.data.prompt import Prompt, fill
+from raypost.data.prompt import Prompt, conversation, prompt_text
 from raypost.errors import JudgeError
 from raypost.judges.function_child import FunctionSpec
 from raypost.judges.function_process import LOAD_S, FunctionProcess
@@ -61,7 +61,7 @@ def _spec(task: TaskConfig, config: JudgeConfig, timeout_s: float) -> FunctionSp
         function=function,
         source=config.function_source,
         timeout_s=timeout_s,
-        answer_field=task.source.answer_field,
+        answer_field=task.source.answer_field or "answer",
         chat=task.chat,
     )
 
@@ -73,7 +73,7 @@ def _sample(
     prompt_ids: np.ndarray,
     response_ids: np.ndarray,
 ) -> Sample:
-    prompt, answer = fill(task.prompt_template, str(metadata.get("question", ""))), metadata.get("answer")
+    prompt, answer = prompt_text(task, metadata), metadata.get("answer")
     return Sample(
         prompt=prompt,
         response=response,
@@ -81,7 +81,7 @@ def _sample(
         response_ids=response_ids,
         answer=None if answer is None else str(answer),
         metadata=dict(metadata),
-        turns=[{"role": "user", "content": prompt}, {"role": "assistant", "content": response}],
+        turns=[*conversation(task, prompt, metadata), {"role": "assistant", "content": response}],
     )
 
 

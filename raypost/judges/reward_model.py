@@ -20,7 +20,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from raypost.config import RewardModelConfig, TaskConfig
-from raypost.data.prompt import fill
+from raypost.data.prompt import prompt_text
 from raypost.data.tokenizer import Tokenizer
 from raypost.errors import ConfigError, JudgeError, RaypostError
 from raypost.types import IntArray, RolloutState
@@ -61,7 +61,7 @@ class RewardModelJudge:
         )
         if "question" not in state.metadata:
             raise JudgeError(f"{who} has no prompt to read: the trajectory's metadata lacks 'question'")
-        prompt = fill(self._task.prompt_template, str(state.metadata["question"]))
+        prompt = prompt_text(self._task, state.metadata)
         try:
             score = float(await self._model.score(prompt, state.response_text))
         except RaypostError as error:

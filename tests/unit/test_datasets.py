@@ -237,11 +237,12 @@ def test_a_pattern_and_a_list_of_files_are_read_in_a_fixed_order(kind: str, tmp_
 def test_fields_may_have_other_names(kind: str, tmp_path: Path) -> None:
     named = [{"problem": row["prompt"], "solution": row["answer"], "answer": "no"} for row in rows(40)]
     write = {"jsonl": write_jsonl, "parquet": write_parquet, "hf_disk": write_saved}[kind]
-    task = task_of(
-        kind, str(write(tmp_path / "rows", named)), question_field="problem", answer_field="solution"
-    )
-    prompts = every(built(task, 0))
+    fields = {"question_field": "problem", "answer_field": "solution"}
+    path = str(write(tmp_path / "rows", named))
+    prompts = every(built(task_of(kind, path, **fields, ignore_fields=("answer",)), 0))
     assert prompts[0].metadata["answer"] in prompts[0].text
+    text = refusal(partial(built, task_of(kind, path, **fields), 0))
+    assert "'answer', which raypost uses itself" in text and "source.ignore_fields: ['answer']" in text
 
 
 def test_parquet_keeps_no_more_row_groups_than_fit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
