@@ -1,4 +1,5 @@
-# One venv, made from the lock; every target runs in it. `make help` lists the targets.
+# One venv, made from the lock; every target runs in it. `make help` lists the targets. It has the command
+# `.venv/bin/raypost`, which runs the code of the folder that it is reached through, as it is: worktrees may share a venv.
 #
 # RECIPE=smollm2          another recipe of jobs/recipes, or a path ending in .yaml
 # ARGS="train.num_steps=5 --name trial"
@@ -9,7 +10,7 @@ SHELL := /bin/bash
 .SHELLFLAGS := -eu -o pipefail -c
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help run test test-all check docs format lock clean
+.PHONY: help install run test test-all check docs format lock clean
 
 RECIPE ?= quickstart
 ARGS ?=
@@ -21,6 +22,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 LOCK := requirements-cpu.lock
 INSTALLED := $(VENV)/installed.lock
+COMMAND := $(BIN)/raypost
 # State machines run hundreds of short histories: measuring them nearly triples their time.
 STATEFUL := tests/unit/test_producer_invariants.py $(wildcard tests/unit/test_*_stateful.py)
 CONFIG = $(if $(filter %.yaml,$(RECIPE)),$(RECIPE),jobs/recipes/$(RECIPE).yaml)
@@ -28,10 +30,12 @@ CONFIG = $(if $(filter %.yaml,$(RECIPE)),$(RECIPE),jobs/recipes/$(RECIPE).yaml)
 help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1|\2/' | column -t -s '|'
 
-run: $(INSTALLED)  ## train on this machine: RECIPE=quickstart ARGS="train.num_steps=5"
+install: $(INSTALLED) $(COMMAND)  ## make the venv, with the command .venv/bin/raypost
+
+run: install  ## train on this machine: RECIPE=quickstart ARGS="train.num_steps=5"
 	@exec $(BIN)/python -m jobs.run --config $(CONFIG) $(ARGS)
 
-test: $(INSTALLED)  ## unit tests (with their coverage), actor tests, end-to-end tests
+test: install  ## unit tests (with their coverage), actor tests, end-to-end tests
 	$(BIN)/python -m pytest $(PYTEST_ARGS) --cov --cov-report=term $(STATEFUL:%=--ignore=%) tests/unit
 	$(BIN)/python -m pytest $(PYTEST_ARGS) $(STATEFUL) tests/test_layers.py tests/test_types.py
 	$(BIN)/python -m pytest $(PYTEST_ARGS) tests/peers
@@ -41,17 +45,17 @@ test: $(INSTALLED)  ## unit tests (with their coverage), actor tests, end-to-end
 test-all: test  ## those, and the slow ones
 	$(BIN)/python -m pytest $(PYTEST_ARGS) -m slow tests/unit tests/actors tests/jobs
 
-check: $(INSTALLED)  ## lint, format, types, and who may import whom
+check: install  ## lint, format, types, and who may import whom
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
 	$(BIN)/mypy
 	$(BIN)/lint-imports --no-logo
 
-docs: $(INSTALLED)  ## build the documentation into site/, and fail on a broken link or reference
+docs: install  ## build the documentation into site/, and fail on a broken link or reference
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build -q --strict
 	@echo "Open site/index.html; its search needs a server: $(BIN)/python -m http.server -b 127.0.0.1 -d site"
 
-format: $(INSTALLED)  ## format the code, and fix what ruff can fix
+format: install  ## format the code, and fix what ruff can fix
 	$(BIN)/ruff check --fix
 	$(BIN)/ruff format
 
@@ -70,6 +74,17 @@ $(INSTALLED): $(LOCK)
 	  $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX)) -r $(LOCK) \
 	  || { echo "make: installing $(LOCK) failed; the cause is above, and the next make tries again" >&2; exit 1; }; \
 	grep == $(LOCK) >$@
+
+# From a checkout's root Python finds that checkout first, from elsewhere the one that the command belongs to.
+define COMMAND_TEXT
+#!/bin/sh
+root=$$(cd "$$(dirname "$$0")/../.." && pwd -L)
+PYTHONPATH="$$root$${PYTHONPATH:+:$$PYTHONPATH}" exec "$$root/.venv/bin/python" -m raypost "$$@"
+endef
+export COMMAND_TEXT
+
+$(COMMAND): $(INSTALLED) Makefile
+	@printf '%s\n' "$$COMMAND_TEXT" >$@.new; chmod +x $@.new; mv $@.new $@
 
 lock:  ## solve pyproject.toml into the lock, with uv
 	@uv=$$(command -v uv || true); \

@@ -46,6 +46,7 @@ from jobs.wiring import spawn
 from raypost import metrics
 from raypost.config import Config
 from raypost.ledger.events import LedgerEvent
+from raypost.owner import TRACEBACK
 from raypost.types import EVALUATION_PRIORITY, GenerateRequest, SampleParams
 
 SyncMode = Literal["abort", "keep", "wait", "swap"]
@@ -217,7 +218,12 @@ def main() -> int:
         cfg = config_of(args)
         connect(cfg)
         modes = args.pause_modes or ["swap" if cfg.sync.pause_mode == "keep" else cfg.sync.pause_mode]
-        code = run(measure(cfg, stop, modes, found), stop, "the figures are those of the steps so far")
+        code = run(
+            measure(cfg, stop, modes, found),
+            stop,
+            "the figures are those of the steps so far",
+            cfg.run_dir / TRACEBACK,
+        )
     if code == 0:
         print(json.dumps(found), flush=True)
     return code

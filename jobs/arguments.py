@@ -3,23 +3,34 @@
 from __future__ import annotations
 
 import argparse
+import os
 from pathlib import Path
 
+from raypost.cli.runtime import HOME
 from raypost.config import Config, load_config
 
+TRIED = "--tried"
+"""Given to a driver by what has tried the configuration's functions already: they are not tried again."""
 
-def parser(description: str | None) -> argparse.ArgumentParser:
+
+def parser(description: str | None, prog: str | None = None) -> argparse.ArgumentParser:
     """Return a parser of `--config`, `--name`, `--runs-dir` and `key=value` overrides."""
     made = argparse.ArgumentParser(
-        description=description, formatter_class=argparse.RawDescriptionHelpFormatter
+        prog=prog, description=description, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     made.add_argument(
-        "--config", type=Path, required=True, help="YAML file, for instance jobs/recipes/quickstart.yaml"
+        "--config", type=Path, default=Path("config.yaml"), help="YAML file; config.yaml if absent"
     )
     made.add_argument("--name", help="name of the run folder")
     made.add_argument("--runs-dir", type=Path, help="folder of all runs")
+    made.add_argument(TRIED, action="store_true", help=argparse.SUPPRESS)
     made.add_argument("overrides", nargs="*", metavar="key=value", help="for instance train.num_steps=10")
     return made
+
+
+def python_path(folder: Path) -> str:
+    """Return the PYTHONPATH of a run whose working directory is `folder`: modules there, then raypost's own."""
+    return os.pathsep.join([str(folder), str(HOME), *filter(None, [os.environ.get("PYTHONPATH")])])
 
 
 def config_of(args: argparse.Namespace) -> Config:

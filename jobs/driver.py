@@ -7,6 +7,7 @@ set the stop event; the loop then pauses, saves and leaves. A second signal canc
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import os
 import signal
@@ -20,14 +21,14 @@ import ray
 from ray.exceptions import RayError
 
 from actors.placement import cluster_nodes
-from jobs.arguments import config_of, parser
+from jobs.arguments import config_of, parser, python_path
 from raypost.config import Config
 from raypost.errors import ConfigError, RaypostError, StoppedError
+from raypost.owner import TRACEBACK, owning
 from raypost.plan import plan
 
 Job = Callable[[Config, asyncio.Event], Coroutine[Any, Any, None]]
 
-ROOT = Path(__file__).resolve().parent.parent
 EXIT_REFUSED = 2
 REFUSALS = (RaypostError, ConnectionError)
 """What is raised before anything was started."""
@@ -38,23 +39,26 @@ def main(job: Job, argv: list[str] | None = None, *, placement: str = "separate"
 
     `placement` is the one that the job composes; a configuration with another is refused.
     """
-    args = parser(__doc__).parse_args(argv)
-    try:
-        config = config_of(args)
-        _check_placement(config, placement)
-        plan.check(config)
-        plan.check(config, cluster=connect(config))
-    except REFUSALS as error:
-        return refused(error)
-    stop = asyncio.Event()
-    return run(job(config, stop), stop, "the run pauses, saves and writes its report")
+    args = parser(__doc__).parse_intermixed_args(argv)
+    with contextlib.ExitStack() as owned:
+        try:
+            config = config_of(args)
+            _check_placement(config, placement)
+            plan.check(config, tried=args.tried)
+            plan.check(config, cluster=connect(config), tried=True)
+            owned.enter_context(owning(config.run_dir))
+        except REFUSALS as error:
+            return refused(error)
+        stop = asyncio.Event()
+        stopping = "the run pauses, saves and writes its report"
+        return run(job(config, stop), stop, stopping, config.run_dir / TRACEBACK)
 
 
 def _check_placement(config: Config, placement: str) -> None:
     if config.placement != placement:
         raise ConfigError(
             f"placement is {config.placement!r}, and this job composes {placement!r}: set placement={placement}, or "
-            f"run jobs.{'colocate' if config.placement == 'colocate' else 'train'}"
+            f"run jobs.{config.job}"
         )
 
 
@@ -76,23 +80,24 @@ def connect(config: Config) -> plan.ClusterResources:
     if options["address"] == "local":
         options |= {"include_dashboard": False, "_node_ip_address": "127.0.0.1"}
     if "RAY_JOB_CONFIG_JSON_ENV_VAR" not in os.environ:  # started by hand: no working directory travels
-        options["runtime_env"] = {"env_vars": {"PYTHONPATH": str(ROOT)}}
+        options["runtime_env"] = {"env_vars": {"PYTHONPATH": python_path(Path.cwd())}}
     ray.init(log_to_driver=False, logging_level=logging.WARNING, **options)
     return plan.ClusterResources(cluster_nodes(), elastic=config.autoscaling)
 
 
-def run(work: Coroutine[Any, Any, None], stop: asyncio.Event, stopping: str) -> int:
+def run(work: Coroutine[Any, Any, None], stop: asyncio.Event, stopping: str, kept: Path) -> int:
     """Run a job to its end, leave the cluster, and return the exit code as `main` does.
 
-    The first signal sets `stop` and says `stopping`; the second cancels `work`.
+    The first signal sets `stop` and says `stopping`; the second cancels `work`. Of a failure that has a name a line
+    is shown, and its traceback goes into the file `kept`.
     """
     try:
-        return asyncio.run(_until_it_ends(work, stop, stopping))
+        return asyncio.run(_until_it_ends(work, stop, stopping, kept))
     finally:
         ray.shutdown()
 
 
-async def _until_it_ends(work: Awaitable[None], stop: asyncio.Event, stopping: str) -> int:
+async def _until_it_ends(work: Awaitable[None], stop: asyncio.Event, stopping: str, kept: Path) -> int:
     task = asyncio.ensure_future(work)
 
     def on_signal() -> None:
@@ -112,8 +117,9 @@ async def _until_it_ends(work: Awaitable[None], stop: asyncio.Event, stopping: s
     except StoppedError as error:
         print(error, flush=True)
     except (RaypostError, RayError) as error:
-        traceback.print_exc()
+        kept.parent.mkdir(parents=True, exist_ok=True)
+        kept.write_text("".join(traceback.format_exception(error)))
         cause = getattr(error, "cause", None) or error  # what an actor raised, without its remote traceback
-        print(f"failed: {type(cause).__name__}: {cause}", file=sys.stderr, flush=True)
+        print(f"traceback: {kept}\nfailed: {type(cause).__name__}: {cause}", file=sys.stderr, flush=True)
         return 1
     return 0

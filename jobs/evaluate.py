@@ -121,7 +121,8 @@ def main(argv: list[str] | None = None) -> int:
     except REFUSALS as error:
         return refused(error)
     stop = asyncio.Event()
-    return run(evaluate(subject, stop), stop, "there will be no scores")
+    kept = subject.output.with_suffix(".traceback.txt")
+    return run(evaluate(subject, stop), stop, "there will be no scores", kept)
 
 
 def _subject(args: argparse.Namespace) -> Subject:
@@ -167,12 +168,12 @@ def _check_cluster(config: Config, cluster: plan.ClusterResources) -> None:
 
 
 def _arguments(argv: list[str] | None) -> argparse.Namespace:
-    made = parser(__doc__)
+    made = parser(__doc__, "raypost evaluate")
     subject = made.add_mutually_exclusive_group()
     subject.add_argument("--checkpoint", type=Path, help="for instance runs/NAME/checkpoints/best")
     subject.add_argument("--model", type=Path, help="a Hugging Face folder")
     made.add_argument("--output", type=Path, help="JSON file of the scores")
-    return made.parse_args(argv)
+    return made.parse_intermixed_args(argv)
 
 
 def _say(text: str) -> None:

@@ -1,9 +1,10 @@
 """Run a recipe on this machine: a private Ray head, the job on it, the job's log, and all of it gone again.
 
-    python -m jobs.run --config jobs/recipes/quickstart.yaml [--name NAME] [--runs-dir DIR] [key=value ...]
+    raypost run --config FILE [--name NAME] [--resume] [--runs-dir DIR] [key=value ...]
 
-What is submitted is what one would submit to any cluster (`ray job submit --working-dir . -- python -m
-jobs.train ...`, or jobs.colocate), so nothing here knows about training. Owns the head it starts, and the job on it.
+What is submitted is what one would submit to any cluster (`ray job submit -- python -m jobs.train ...`, or
+jobs.colocate), so nothing here knows about training. The job works in the current folder, where it imports and reads
+what the configuration names. Owns the head it starts, and the job on it.
 
 Ctrl-C or SIGTERM stops the job as `ray job stop` does: its driver saves and reports while its log is still
 shown. A second one ends it at once. Exit code: the driver's; 130 or 143 after a stop; 2 when refused.
@@ -14,11 +15,13 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
+import json
 import logging
 import os
 import re
 import secrets
 import shlex
+import shutil
 import signal
 import sys
 import time
@@ -31,20 +34,18 @@ from typing import TYPE_CHECKING, Any
 
 import psutil
 
-from jobs.arguments import config_of, parser
+from jobs.arguments import TRIED, config_of, parser, python_path
 from jobs.private_cluster import PrivateCluster
 from jobs.stopping import stopped, unless
 from raypost.config import Config
-from raypost.errors import RaypostError, StoppedError, WaitTimeoutError
+from raypost.errors import ConfigError, RaypostError, StoppedError, WaitTimeoutError
 from raypost.plan.plan import ClusterResources, bundles, check
+from raypost.report.files import CONFIG, REPORT_JSON
 
 if TYPE_CHECKING:
     from ray.job_submission import JobDetails, JobSubmissionClient
 
-ROOT = Path(__file__).resolve().parent.parent
 MACHINE_RESOURCES = ("CPU", "GPU")
-JOBS = {"separate": "train", "colocate": "colocate"}
-"""The job of a placement, unless another is named."""
 EXIT_REFUSED = 2
 STOP_WAIT_S = 90
 """Time a stopped driver has to save and to report before Ray kills it."""
@@ -58,25 +59,28 @@ ENTRYPOINT_LINE = re.compile(r"Running entrypoint for job ")
 
 def main(argv: list[str] | None = None) -> int:
     """Validate, then run. Returns the exit code."""
-    args = _arguments(argv)
+    args = arguments(argv)
     try:
-        config = _config(args)
+        config = configured(args)
         resources = local_resources(config)
         check(config, cluster=ClusterResources([resources]))
     except RaypostError as error:
         print(f"refused: {error}", file=sys.stderr, flush=True)
         return EXIT_REFUSED
     _say(f"run {config.name}, written to {config.run_dir}")
-    job = args.job or JOBS[config.placement]
-    driver = [sys.executable, "-m", f"jobs.{job}", "--config", str(args.config.resolve())]
+    module = f"{__package__}.{args.job or config.job}"
+    driver = [sys.executable, "-m", module, "--config", str(args.config.resolve()), TRIED]
     named = ["--name", config.name, "--runs-dir", str(config.runs_dir)]
-    return run_on_private_cluster(
+    code = run_on_private_cluster(
         [*driver, *named, *args.overrides],
-        working_dir=ROOT,
+        working_dir=Path.cwd(),
         submission_id=config.name,
         resources=resources,
         logs_dir=config.run_dir,
     )
+    if (config.run_dir / CONFIG).exists():
+        _say_how_to_continue(config, args, finished=code == 0)
+    return code
 
 
 def run_on_private_cluster(
@@ -232,11 +236,14 @@ class _Job:
     def _submit(self, client: JobSubmissionClient) -> None:
         client.submit_job(
             # exec: the signal of a stop then reaches the driver alone, not a shell around it.
-            entrypoint=f"exec {shlex.join(self.entrypoint)}",
+            entrypoint=f"cd {shlex.quote(str(self.working_dir))} && exec {shlex.join(self.entrypoint)}",
             submission_id=self.id,
             runtime_env={
-                "working_dir": str(self.working_dir),
-                "env_vars": {"RAY_JOB_STOP_WAIT_TIME_S": str(self.stop_wait_s)},
+                "env_vars": {
+                    # On this machine nothing need travel: a folder may be large, and git may ignore what a run reads.
+                    "PYTHONPATH": python_path(self.working_dir),
+                    "RAY_JOB_STOP_WAIT_TIME_S": str(self.stop_wait_s),
+                },
             },
         )
 
@@ -285,13 +292,42 @@ def local_resources(config: Config) -> dict[str, float]:
     return offered
 
 
-def _config(args: argparse.Namespace) -> Config:
+def configured(args: argparse.Namespace) -> Config:
+    """Return the configuration of the run that is named or resumed, or of a new one with a name of its own."""
     config = config_of(args)
     if args.name:
         return config
     base = config.name if "name" in config.model_fields_set else args.config.stem
-    args.name = f"{base}-{time.strftime('%Y%m%d-%H%M%S')}-{secrets.token_hex(2)}"
+    if args.resume:
+        args.name = unfinished_run(config.runs_dir, base)
+    else:
+        args.name = f"{base}-{time.strftime('%Y%m%d-%H%M%S')}-{secrets.token_hex(2)}"
     return config_of(args)
+
+
+def unfinished_run(runs_dir: Path, base: str) -> str:
+    """Return the name of the last run of a recipe that has not finished. Raises ConfigError if there is none."""
+    ours = re.compile(re.escape(base) + r"(-\d{8}-\d{6}-[0-9a-f]{4})?")
+    runs = [file for file in runs_dir.glob(f"*/{CONFIG}") if ours.fullmatch(file.parent.name)]
+    for file in sorted(runs, key=lambda file: file.stat().st_mtime, reverse=True):
+        report = file.with_name(REPORT_JSON)
+        if not report.exists() or json.loads(report.read_text()).get("status") != "finished":
+            return file.parent.name
+    raise ConfigError(
+        f"--resume: {runs_dir} has no unfinished run of {base!r} ({len(runs)} finished): leave --resume out to begin "
+        "one, or name one with --name and raise train.num_steps to train it on"
+    )
+
+
+def _say_how_to_continue(config: Config, args: argparse.Namespace, *, finished: bool) -> None:
+    command = ["raypost"] if shutil.which("raypost") else [os.path.relpath(sys.executable), "-m", "raypost"]
+    command += ["run", "--config", str(args.config), "--name", config.name]
+    command += ["--runs-dir", str(args.runs_dir)] if args.runs_dir else []
+    command += ["--job", args.job] if args.job else []
+    command += args.overrides
+    if finished:
+        command.append(f"train.num_steps={2 * config.train.num_steps}")
+    _say(f"{'to train on' if finished else 'to continue'}: {shlex.join(command)}")
 
 
 def _keep_logs(cluster: PrivateCluster, folder: Path | None) -> None:
@@ -315,8 +351,10 @@ def _say(text: str) -> None:
     print(f"raypost: {text}", flush=True)
 
 
-def _arguments(argv: list[str] | None) -> argparse.Namespace:
-    made = parser(__doc__)
+def arguments(argv: list[str] | None) -> argparse.Namespace:
+    """Parse the command line."""
+    made = parser(__doc__, "raypost run")
+    made.add_argument("--resume", action="store_true", help="continue this recipe's last unfinished run")
     made.add_argument(
         "--job",
         choices=("train", "colocate", "colocate_lowlevel"),

@@ -385,3 +385,9 @@ def _decode(value: Any, arrays: list[np.ndarray]) -> Any:
         fields = {name: _decode(item, arrays) for name, item in value["fields"].items()}
         return _class_of(value["$class"])(**fields)
     return {key: _decode(item, arrays) for key, item in value.items()}
+
+
+def share_weights(folder: Path) -> None:
+    """Let whoever reads the config.json of a Hugging Face folder read its weights; safetensors lets the owner alone."""
+    for file in folder.glob("*.safetensors"):
+        file.chmod((folder / "config.json").stat().st_mode)

@@ -18,6 +18,7 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import Generic, NoReturn, Protocol, TypeVar
 
+from actors.engine.cause import Outputs
 from raypost.config.engine import QUIET, EngineConfig
 from raypost.errors import RaypostError
 
@@ -92,7 +93,7 @@ class EngineLife(Generic[EngineT]):
     async def build(self) -> EngineInfo:
         """Start an engine and warm it up. Raises RaypostError, and leaves nothing behind, if it does not come up."""
         os.environ.update(QUIET | os.environ | self._config.environment())
-        begin = time.monotonic()
+        begin, outputs = time.monotonic(), Outputs()
         try:
             await asyncio.to_thread(self._hold)
             assert self.engine is not None, "made just now"
@@ -101,9 +102,8 @@ class EngineLife(Generic[EngineT]):
             await self.engine.warm_up()
         except Exception as error:
             self.discard()
-            raise RaypostError(
-                f"the engine of {self._name} did not start: {error} (its log says more)"
-            ) from error
+            why = outputs.cause() or f"{error} (its log says more)"
+            raise RaypostError(f"the engine of {self._name} did not start: {why}") from error
         self.info = EngineInfo(os.getpid(), pids, time.monotonic() - begin)
         return self.info
 

@@ -205,6 +205,11 @@ class Config(ConfigModel):
         return self.runs_dir.expanduser() / self.name
 
     @property
+    def job(self) -> str:
+        """Module of jobs/ that composes this placement."""
+        return "colocate" if self.placement == "colocate" else "train"
+
+    @property
     def max_model_len(self) -> int:
         """Longest prompt and response together, tokens."""
         return max(task.max_prompt_tokens + task.max_tokens for task in self.tasks)

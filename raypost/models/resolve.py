@@ -17,6 +17,7 @@ import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
+from raypost.checkpoint import share_weights
 from raypost.config import ModelConfig
 from raypost.data.tokenizer import Tokenizer
 from raypost.errors import ConfigError
@@ -109,6 +110,7 @@ def cached(target: Path, make: Callable[[Path], None]) -> Path:
         log.info("model: making %s, once", target)
         make(building)
         building.chmod(0o755)
+        share_weights(building)
         try:
             building.rename(target)
         except OSError:

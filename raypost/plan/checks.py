@@ -25,6 +25,7 @@ from raypost.judges.function import try_function
 from raypost.judges.reward_model import check_reward_model
 from raypost.models import tiny
 from raypost.models.resolve import SMOLLM2, TINY, check_model
+from raypost.owner import OF_NO_RUN, owner
 from raypost.plan.cluster import engine_pools
 from raypost.trainer.batch.sft import check_examples
 
@@ -167,8 +168,11 @@ def _colocate_problems(config: Config) -> Iterator[str]:
         yield f"placement is colocate, one engine and one rank a GPU, but {numbers}: use equal numbers"
 
 
-def source_problems(config: Config) -> Iterator[str]:
-    """Check that sources exist, are well-formed, and give prompts that are not too long."""
+def source_problems(config: Config, *, tried: bool = False) -> Iterator[str]:
+    """Check that sources exist, are well-formed, and give prompts that are not too long; try reward functions.
+
+    `tried`: they were tried already.
+    """
     tokenizer = _local_tokenizer(config)
     if (sft := config.train.sft) is not None:
         yield from _problem(check_examples, sft, tokenizer, config.max_model_len, PROMPT_CHECK_S)
@@ -178,7 +182,7 @@ def source_problems(config: Config) -> Iterator[str]:
                 _unknown_gym_names(task)
                 or _prompt_problems(task, config, tokenizer)
                 or _unreadable(task, config)
-                or _function_problems(task, config)
+                or ([] if tried else _function_problems(task, config))
             )
         except ConfigError as error:
             yield str(error)
@@ -284,6 +288,8 @@ def run_dir_problems(config: Config) -> list[str]:
         ]
     file = run_dir / CONFIG_FILE
     fix = f"choose another name=, or delete {run_dir}"
+    if (living := owner(run_dir)) is not None:
+        return [f"run folder {run_dir} belongs to {living}: wait for it, stop it, or choose another name="]
     if file.exists():
         try:
             other = run_identity(load_config(file))
@@ -292,7 +298,7 @@ def run_dir_problems(config: Config) -> list[str]:
         different = _differences(other, run_identity(config))
         if different:
             return [f"run folder {run_dir} holds another run ({'; '.join(different[:4])}): {fix}"]
-    elif existing == run_dir and (others := sorted(path.name for path in run_dir.iterdir())):
+    elif existing == run_dir and (others := sorted({path.name for path in run_dir.iterdir()} - OF_NO_RUN)):
         return [f"run folder {run_dir} holds files of no run ({', '.join(others[:4])}): {fix}"]
     return []
 

@@ -72,12 +72,12 @@ class Plan:
     warnings: tuple[str, ...]
 
 
-def check(config: Config, *, cluster: ClusterResources | None = None) -> Plan:
-    """Return the plan of `config`, on `cluster` if given.
+def check(config: Config, *, cluster: ClusterResources | None = None, tried: bool = False) -> Plan:
+    """Return the plan of `config`, on `cluster` if given; `tried`: reward functions were called, and are not again.
 
     Raises ConfigError listing all problems at once; ClusterError if the cluster's resources are the only one.
     """
-    problems = [*name_problems(config), *model_problems(config), *source_problems(config)]
+    problems = [*name_problems(config), *model_problems(config), *source_problems(config, tried=tried)]
     problems += [*composition_problems(config), *run_dir_problems(config), *schedule_problems(config)]
     lacking = shortages(config, cluster) if cluster else []
     if cluster and not cluster.elastic:

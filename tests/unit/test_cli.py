@@ -16,6 +16,7 @@ import yaml
 from typer.testing import CliRunner, Result
 
 from raypost import cli
+from raypost.cli.submission import Submission, job_environment
 from raypost.errors import ClusterError, ConfigError
 from raypost.ledger.ledger import LEDGER_FILE, Ledger
 from raypost.plan.cluster import ClusterResources
@@ -105,6 +106,14 @@ def test_plan_shows_placement_bound_arithmetic_and_writes_nothing(recipe: Path, 
         assert part in result.stdout
     assert result.stderr == ""
     assert everything_below(tmp_path) == before
+
+
+def test_overrides_stand_before_and_after_options(recipe: Path) -> None:
+    result = run(
+        "plan", "train.num_steps=7", "--config", recipe, "seed=2", "--cluster", "none", "train.batch_size=6"
+    )
+    assert result.exit_code == 0, result.output
+    assert "7 steps" in result.stdout and "6 of default" in result.stdout
 
 
 HEAVY = ("torch", "ray", "vllm", "deepspeed", "transformers", "pandas", "pyarrow", "datasets")
@@ -232,8 +241,8 @@ def test_cluster_that_does_not_answer_as_one_is_refused(dashboard: Dashboard) ->
 
 
 def submit_command(config: Path, address: str, *overrides: str, **options: Any) -> list[str]:
-    given = {"submission_id": None, "env": [], "no_wait": False, **options}
-    return cli.submit_command(config, address, list(overrides), **given)
+    submission = Submission.of(config, address, list(overrides), options.pop("submission_id", None))
+    return submission.command(**{"env": [], "no_wait": False, **options})
 
 
 @pytest.fixture
@@ -264,12 +273,18 @@ def test_submit_runs_the_main_job_with_this_folder_and_an_absolute_run_folder(
     assert command[split + 1 :] == job
 
 
+def test_submit_runs_the_job_that_composes_the_placement(repository: Path, dashboard: Dashboard) -> None:
+    Path("recipe.yaml").write_text(yaml.safe_dump(plain_config(name="trial", placement="colocate")))
+    command = submit_command(Path("recipe.yaml"), dashboard.url)
+    assert command[command.index("--") + 1 :][:3] == ["python", "-m", "jobs.colocate"]
+
+
 @pytest.mark.parametrize(
     "name", ["HF_TOKEN", "AWS_SECRET_ACCESS_KEY", "db_password", "OPENAI_API_KEY", "apikey"]
 )
 def test_environment_that_looks_like_a_secret_is_refused_without_its_value(name: str) -> None:
     with pytest.raises(ConfigError, match="looks like a secret") as caught:
-        cli.job_environment(["LEVEL=info", f"{name}=hunter2"])
+        job_environment(["LEVEL=info", f"{name}=hunter2"])
     assert name in str(caught.value)
     assert "hunter2" not in str(caught.value)
 
@@ -277,7 +292,7 @@ def test_environment_that_looks_like_a_secret_is_refused_without_its_value(name:
 @pytest.mark.parametrize("pair", ["LEVEL", "=3", "A B=3", "1A=2"])
 def test_environment_that_is_no_pair_is_refused(pair: str) -> None:
     with pytest.raises(ConfigError, match="must read NAME=VALUE"):
-        cli.job_environment([pair])
+        job_environment([pair])
 
 
 @pytest.mark.parametrize("identity", ["../../x", "", "a b", "-a", "x" * 65])
@@ -303,7 +318,7 @@ def test_what_cannot_travel_to_the_job_is_refused(
     ):
         submit_command(recipe, "http://127.0.0.1:1", judge)
     monkeypatch.chdir(repository / "jobs")
-    with pytest.raises(ConfigError, match=r"has no jobs/train\.py: submit from the repository's root"):
+    with pytest.raises(ConfigError, match=r"has no jobs/train\.py.*submit from its root"):
         submit_command(recipe, "http://127.0.0.1:1")
 
 

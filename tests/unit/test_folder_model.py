@@ -53,6 +53,7 @@ def test_a_written_folder_is_complete_for_transformers_and_for_engines(
     assert np.array_equal(theirs.encode("What is 3 plus 4?"), ids)
     assert AutoTokenizer.from_pretrained(target).encode("What is 3 plus 4?") == ids.tolist()
     assert (theirs.eos_ids, theirs.pad_id, theirs.has_chat_template) == (ours.eos_ids, ours.pad_id, True)
+    assert len({file.stat().st_mode for file in target.iterdir()}) == 1, "who may read one file may read all"
     if settings:
         assert json.loads((target / "generation_config.json").read_text()) == CONTRADICTORY
         assert model.generation_config.eos_token_id == [7, 8], "the model in memory is as it was"

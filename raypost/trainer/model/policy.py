@@ -20,6 +20,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, Genera
 from transformers.utils import GENERATION_CONFIG_NAME
 from transformers.utils import logging as transformers_logging
 
+from raypost.checkpoint import share_weights
 from raypost.errors import ConfigError
 from raypost.trainer.batch.packing import Segment
 from raypost.trainer.model.attention import ATTENTION, positions_of, row_attention
@@ -59,6 +60,7 @@ def save_model(model: PreTrainedModel, weights: Mapping[str, Tensor], source: Pa
             # Many models come with settings that contradict each other, which transformers reads but does not write.
             model.generation_config = GenerationConfig()
         model.save_pretrained(str(target), state_dict=dict(weights), save_original_format=False)
+        share_weights(target)
     finally:
         model.generation_config = own
     if settings.is_file():

@@ -1,15 +1,13 @@
-"""The command line: `raypost plan | submit | status | report | explain`. Thin: it parses, calls and prints.
+"""The commands. Thin: they parse, call and print.
 
-What is refused is one message on stderr and exit code 2, never a traceback. Nothing here needs Ray: `submit`
-runs `ray job submit` as a process of its own.
+What is refused is one message on stderr and exit code 2, never a traceback. Nothing here needs Ray: `run` becomes the
+job's launcher, and `submit` runs `ray job submit` as a process of its own.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import json
-import os
-import re
 import shlex
 import subprocess
 import sys
@@ -17,30 +15,30 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated
-from urllib.parse import urlsplit
 
 import typer
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from raypost.cli.project import write_project
+from raypost.cli.runtime import become
+from raypost.cli.submission import Submission, dashboard_token
 from raypost.config import Config, load_config
-from raypost.config.judges import function_file
 from raypost.errors import ConfigError, RaypostError
 from raypost.plan.cluster import ClusterResources
 
+CONFIG = "config.yaml"
+"""What a command reads where no --config is given."""
 app = typer.Typer(no_args_is_help=True, pretty_exceptions_enable=False, add_completion=False)
 
 EXIT_REFUSED = 2
-LOOPBACK = ("127.0.0.1", "localhost", "::1")
-SECRET = re.compile(r"token|secret|passw|credential|api_?key|access_?key|private_?key", re.IGNORECASE)
-"""Names of environment variables that look like secrets."""
-STOP_WAIT_S = 120
-"""Time a job has, after `ray job stop`, to save and to report before Ray kills it."""
 
 ConfigOption = Annotated[
     Path, typer.Option("--config", help="YAML file, such as jobs/recipes/quickstart.yaml")
 ]
+PASSED_ON = {"allow_extra_args": True, "ignore_unknown_options": True}
+"""Settings of a command whose arguments are all those of a module of jobs/."""
 Overrides = Annotated[list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", show_default=False)]
 RunDir = Annotated[Path, typer.Argument(help="folder of a run, such as runs/quickstart")]
 
@@ -51,8 +49,32 @@ def raypost() -> None:
 
 
 @app.command()
+def init(
+    folder: Annotated[Path, typer.Argument(metavar="NAME", help="folder to make; its name is the run's")],
+) -> None:
+    """Write a project that runs: a configuration, a reward function, data."""
+    with _refusals():
+        written = write_project(folder)
+    print(f"wrote {', '.join(written)} into {folder}/\n\n  cd {folder}\n  raypost plan\n  raypost run")
+
+
+@app.command(context_settings=PASSED_ON, add_help_option=False)
+def run(context: typer.Context) -> None:
+    """Train on this machine, on a Ray cluster started for it. `raypost run --help` lists its options."""
+    with _refusals():
+        become("run", context.args)
+
+
+@app.command(context_settings=PASSED_ON, add_help_option=False)
+def evaluate(context: typer.Context) -> None:
+    """Score a model on held-out problems. `raypost evaluate --help` lists its options."""
+    with _refusals():
+        become("evaluate", context.args)
+
+
+@app.command()
 def plan(
-    config: ConfigOption,
+    config: ConfigOption = Path(CONFIG),
     overrides: Overrides = None,
     cluster: Annotated[
         str,
@@ -76,8 +98,8 @@ def plan(
 
 @app.command()
 def submit(
-    config: ConfigOption,
     address: Annotated[str, typer.Option(help="dashboard of the cluster, http://host:8265")],
+    config: ConfigOption = Path(CONFIG),
     overrides: Overrides = None,
     submission_id: Annotated[
         str | None, typer.Option(help="name of the job; Ray makes one if absent")
@@ -87,9 +109,14 @@ def submit(
     ] = None,
     no_wait: Annotated[bool, typer.Option("--no-wait", help="do not follow the job's log")] = False,
 ) -> None:
-    """Submit the main job to a running cluster, with this folder as its working directory."""
+    """Submit the job of the configuration's placement to a cluster; this folder travels as its working directory."""
     with _refusals():
-        command = submit_command(config, address, overrides or [], submission_id, env or [], no_wait)
+        submission = Submission.of(config, address, overrides or [], submission_id)
+        # Elsewhere model, data and run folder are the cluster's, not this machine's.
+        if submission.is_local:
+            # It may have an autoscaler; the job checks again.
+            _show_plan(submission.config, ClusterResources(submission.nodes, elastic=True))
+        command = submission.command(env or [], no_wait)
     print("running: ray", shlex.join(command[3:]), flush=True)
     try:
         code = subprocess.run(command, check=False).returncode
@@ -180,15 +207,8 @@ def _cluster_resources(cluster: str, nodes: list[str]) -> ClusterResources | Non
     if cluster == "local":
         return ClusterResources.of_this_machine()
     if cluster.startswith(("http://", "https://")):
-        return ClusterResources.of_dashboard(cluster, _token())
+        return ClusterResources.of_dashboard(cluster, dashboard_token())
     return ClusterResources.of_cluster_file(Path(cluster))
-
-
-def _token() -> str | None:
-    """Return the token that Ray's own tools send, if Ray's environment variables name one."""
-    path = os.environ.get("RAY_AUTH_TOKEN_PATH")
-    token = os.environ.get("RAY_AUTH_TOKEN")
-    return token or (Path(path).read_text().strip() if path and Path(path).is_file() else None)
 
 
 def _node(text: str) -> dict[str, float]:
@@ -222,65 +242,6 @@ def _show_plan(config: Config, cluster: ClusterResources | None) -> None:
     console.print(f"Transport of weights: {found.transport}", highlight=False)
     for warning in found.warnings:
         console.print(f"[yellow]warning:[/yellow] {escape(warning)}", highlight=False)
-
-
-def submit_command(
-    config: Path, address: str, overrides: list[str], submission_id: str | None, env: list[str], no_wait: bool
-) -> list[str]:
-    """Return `ray job submit ...` for this configuration. Raises ConfigError for one that cannot work."""
-    parts = urlsplit(address)
-    if parts.scheme not in ("http", "https") or not parts.hostname:
-        raise ConfigError(f"--address {address!r} must be the cluster's dashboard, such as http://host:8265")
-    if submission_id is not None and not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9_-]{0,63}", submission_id):
-        raise ConfigError(f"--submission-id {submission_id!r} must be 1 to 64 letters, digits, '_' or '-'")
-    root = Path.cwd()
-    if not (root / "jobs" / "train.py").is_file():
-        raise ConfigError(
-            f"{root} has no jobs/train.py: submit from the repository's root, which travels to the job"
-        )
-    if not config.resolve().is_relative_to(root):
-        raise ConfigError(
-            f"--config {config} lies outside {root}, which is what travels to the job: move it there"
-        )
-    resolved = load_config(config, overrides)
-    for task in resolved.tasks:
-        for place, judge in task.judge.every():
-            file = function_file(judge.function)
-            if file is not None and not (config.parent / file).resolve().is_relative_to(root):
-                raise ConfigError(
-                    f"task {task.name!r}: {place}.function {judge.function!r} lies outside {root}, which is what "
-                    "travels to the job: move its file there"
-                )
-    nodes = ClusterResources.of_dashboard(address, _token()).nodes
-    # Elsewhere model, data and run folder are the cluster's, not this machine's.
-    if parts.hostname in LOOPBACK:
-        # It may have an autoscaler; the job checks again.
-        _show_plan(resolved, ClusterResources(nodes, elastic=True))
-    # The job's own folder is removed with it: a relative run folder would be lost.
-    runs_dir = str(resolved.runs_dir.expanduser().absolute())
-    variables = {**job_environment(env), "RAY_JOB_STOP_WAIT_TIME_S": str(STOP_WAIT_S)}
-    ray = [sys.executable, "-m", "ray.scripts.scripts", "job", "submit", "--address", address]
-    options = ["--working-dir", ".", "--runtime-env-json", json.dumps({"env_vars": variables})]
-    options += ["--submission-id", submission_id] if submission_id else []
-    options += ["--no-wait"] if no_wait else []
-    job = ["python", "-m", "jobs.train", "--config", str(config.resolve().relative_to(root))]
-    return [*ray, *options, "--", *job, "--runs-dir", runs_dir, *overrides]
-
-
-def job_environment(pairs: list[str]) -> dict[str, str]:
-    """Return NAME=VALUE pairs as a mapping. Raises ConfigError for one that looks like a secret."""
-    variables = {}
-    for pair in pairs:
-        name, equals, value = pair.partition("=")
-        if not equals or not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", name):
-            raise ConfigError(f"--env {name!r} must read NAME=VALUE")
-        if SECRET.search(name):
-            raise ConfigError(
-                f"--env {name} looks like a secret, and Ray shows a job's environment in its dashboard and "
-                "logs: put it into a file or the environment of the nodes instead"
-            )
-        variables[name] = value
-    return variables
 
 
 def _require_run(run_dir: Path) -> None:

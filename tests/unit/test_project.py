@@ -1,0 +1,141 @@
+"""`raypost init`, and which run a command of a project continues, owns or is refused."""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import os
+import subprocess
+import sys
+from multiprocessing.connection import Connection
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from jobs import run as launcher
+from raypost import cli
+from raypost.config import Config, load_config
+from raypost.data.task_source import check_source, held_out
+from raypost.errors import ConfigError
+from raypost.owner import OWNER, owner, owning
+from raypost.plan.checks import run_dir_problems
+from raypost.plan.plan import check
+from raypost.report import files
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@pytest.fixture
+def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A project that `raypost init` wrote, as the current folder."""
+    monkeypatch.chdir(tmp_path)
+    result = CliRunner().invoke(cli.app, ["init", "mine"])
+    assert result.exit_code == 0, result.output
+    monkeypatch.chdir("mine")
+    return tmp_path / "mine"
+
+
+def test_project_is_one_that_the_plan_accepts_and_has_a_held_out_part(project: Path) -> None:
+    config = load_config(Path("config.yaml"))
+    assert config.name == "mine" and check(config).run_dir == Path("runs/mine")
+    [task] = config.tasks
+    assert len(held_out(task, 0, config.eval.num_prompts)) == config.eval.num_prompts == 128
+    for prompt in check_source(task, 0):
+        text = prompt.metadata["question"].split(":")[1].removesuffix("=")
+        assert prompt.metadata["answer"] == str(eval(text))
+    assert {path.name for path in project.iterdir()} == {
+        ".gitignore",
+        "README.md",
+        "config.yaml",
+        "data.jsonl",
+        "reward.py",
+    }
+    assert "mine" in (project / "README.md").read_text()
+
+
+def test_project_is_written_over_nothing_and_needs_a_name_that_a_run_can_have(tmp_path: Path) -> None:
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full" / "mine.txt").write_text("")
+    for name, part in (("full", "has files (mine.txt)"), ("a b", "names the run too")):
+        result = CliRunner().invoke(cli.app, ["init", str(tmp_path / name)])
+        assert result.exit_code == 2
+        assert part in result.stderr
+    assert [path.name for path in (tmp_path / "full").iterdir()] == ["mine.txt"]
+
+
+def own(run_dir: Path, told: Connection) -> None:
+    with owning(run_dir):
+        told.send("owned")
+        told.recv()
+
+
+def test_run_that_lives_is_refused_by_name_until_its_process_ends_however_it_ends(tmp_path: Path) -> None:
+    run_dir = tmp_path / "runs" / "one"
+    assert owner(run_dir) is None
+    here, there = multiprocessing.Pipe()
+    first = multiprocessing.get_context("spawn").Process(target=own, args=(run_dir, there))
+    first.start()
+    assert here.recv() == "owned"
+    assert (owner(run_dir) or "").startswith(f"process {first.pid} on ")
+    with (
+        pytest.raises(ConfigError, match=f"belongs to process {first.pid} on .*another --name"),
+        owning(run_dir),
+    ):
+        pass
+    config = load_config(ROOT / "jobs/recipes/quickstart.yaml", ["name=one", f"runs_dir={tmp_path / 'runs'}"])
+    [problem] = run_dir_problems(config)
+    assert f"belongs to process {first.pid}" in problem
+    first.kill()
+    first.join()
+    # Its file is left behind, and means nothing.
+    assert (run_dir / OWNER).exists() and owner(run_dir) is None
+    assert run_dir_problems(config) == []
+    for _ in range(2):
+        with owning(run_dir):
+            assert f"process {os.getpid()} " in (owner(run_dir) or "")
+    assert owner(run_dir) is None
+
+
+def make_run(runs: Path, name: str, age: int, status: str | None) -> None:
+    (runs / name).mkdir(parents=True)
+    config = runs / name / files.CONFIG
+    config.write_text("")
+    os.utime(config, (1e9 - age, 1e9 - age))
+    if status is not None:
+        (runs / name / files.REPORT_JSON).write_text(json.dumps({"status": status}))
+
+
+def test_resume_takes_the_last_unfinished_run_of_the_recipe(tmp_path: Path) -> None:
+    make_run(tmp_path, "sums-20260101-000000-aaaa", 5, None)
+    make_run(tmp_path, "sums-20260102-000000-bbbb", 4, "stopped")
+    make_run(tmp_path, "sums-20260103-000000-cccc", 3, "finished")
+    make_run(tmp_path, "sums-other", 1, None)
+    assert launcher.unfinished_run(tmp_path, "sums") == "sums-20260102-000000-bbbb"
+    with pytest.raises(ConfigError, match=r"no unfinished run of 'code' \(0 finished\)"):
+        launcher.unfinished_run(tmp_path, "code")
+    make_run(tmp_path, "sums", 0, "failed")
+    assert launcher.unfinished_run(tmp_path, "sums") == "sums"
+
+
+def resolved(*arguments: str) -> Config:
+    return launcher.configured(launcher.arguments(list(arguments)))
+
+
+def test_runs_folder_is_the_one_that_is_said_last_and_overrides_stand_anywhere(project: Path) -> None:
+    assert resolved("runs_dir=a", "--name", "x", "seed=3").run_dir == project / "a" / "x"
+    config = resolved("train.num_steps=5", "--runs-dir", "b", "runs_dir=a", "--name", "x", "seed=3")
+    assert (config.run_dir, config.train.num_steps, config.seed) == (project / "b" / "x", 5, 3)
+    assert resolved().name.startswith("mine-20")
+
+
+def test_command_of_a_checkout_works_in_any_folder_that_hides_none_of_its_packages(project: Path) -> None:
+    command = [sys.executable, "-m", "raypost", "run", "no_such_key=1"]
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, env=environment)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert "no_such_key: unknown key" in done.stderr and "Traceback" not in done.stderr
+    (project / "jobs").mkdir()
+    (project / "jobs" / "__init__.py").write_text("")
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, env=environment)
+    assert done.returncode == 2 and "has a package 'jobs', which hides" in done.stderr
