@@ -82,7 +82,7 @@ class InstantEngine:
         self._asked = 0
         self._held: tuple[int, str, bool] = (-1, "", False)
 
-    async def prepare(self) -> list[int]:
+    async def process_ids(self) -> list[int]:
         return []
 
     async def warm_up(self) -> None:

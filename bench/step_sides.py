@@ -29,6 +29,7 @@ from typing import Any
 import numpy as np
 
 from actors.agent_loop import AgentLoopWorker
+from actors.engine.life import OWNER
 from raypost.config import Config, load_config
 from raypost.config.engine import EngineConfig
 from raypost.errors import StoppedError
@@ -206,7 +207,7 @@ def raypost(setup: Setup, turns: Turns, name: str, placement: str) -> None:
 def engine_alone(setup: Setup, config: Config) -> Any:
     """Start the engine that raypost would start, without anything around it."""
     engine = EngineConfig.of(config)
-    os.environ |= engine.environment()
+    os.environ |= engine.environment() | {OWNER: str(os.getpid())}
     from actors.rollout.vllm_engine import RolloutEngine
 
     return RolloutEngine(setup.model, engine)
@@ -270,7 +271,6 @@ def alone(setup: Setup, turns: Turns) -> None:
     prompts = prompt_ids(setup)
 
     async def run() -> None:
-        await engine.prepare()
         for step in range(10**6):
             await turns.step_begins_soon()
             numbers = range(step * setup.groups, (step + 1) * setup.groups)
@@ -296,7 +296,6 @@ def engine_only(setup: Setup, turns: Turns) -> None:
     full = config.rollout.max_num_seqs
 
     async def run() -> None:
-        await engine.prepare()
         tokens, number = 0, iter(range(10**9))
 
         async def one_after_the_other() -> None:

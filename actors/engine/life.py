@@ -26,8 +26,8 @@ from raypost.errors import RaypostError
 class AnyEngine(Protocol):
     """An engine that EngineLife can look after."""
 
-    async def prepare(self) -> list[int]:
-        """Tie the life of the engine's processes to this one's; return their ids."""
+    async def process_ids(self) -> list[int]:
+        """Return the ids of the engine's processes."""
         ...
 
     async def warm_up(self) -> None:
@@ -43,6 +43,9 @@ class AnyEngine(Protocol):
         """End its processes."""
         ...
 
+
+OWNER = "RAYPOST_ENGINE_OWNER"
+"""Variable of the environment that tells an engine's processes the id of the process that they belong to."""
 
 EngineT = TypeVar("EngineT", bound=AnyEngine)
 T = TypeVar("T")
@@ -66,15 +69,29 @@ class OwnedProcess:
         """Return the ids of this worker's process and of its parent."""
         return os.getpid(), os.getppid()
 
-    def end_with(self, owner_pid: int) -> None:
-        """End this process as soon as the owner's ends, however it ended."""
-        owner = os.pidfd_open(owner_pid)
 
-        def wait() -> None:
-            select.select([owner], [], [])
-            os._exit(1)
+def _end_with_owner() -> None:
+    """In a process of an engine: end it as soon as the process that owns the engine ends, however it ended.
 
-        threading.Thread(target=wait, name="end-with-owner", daemon=True).start()
+    Called when this module is imported, which vLLM does before it loads a model: an owner that is killed while its
+    engine starts leaves nothing behind.
+    """
+    pid = int(os.environ.get(OWNER, os.getpid()))
+    if pid == os.getpid():
+        return
+    try:
+        owner = os.pidfd_open(pid)
+    except ProcessLookupError:
+        os._exit(1)
+
+    def wait() -> None:
+        select.select([owner], [], [])
+        os._exit(1)
+
+    threading.Thread(target=wait, name="end-with-owner", daemon=True).start()
+
+
+_end_with_owner()
 
 
 class EngineLife(Generic[EngineT]):
@@ -92,12 +109,12 @@ class EngineLife(Generic[EngineT]):
 
     async def build(self) -> EngineInfo:
         """Start an engine and warm it up. Raises RaypostError, and leaves nothing behind, if it does not come up."""
-        os.environ.update(QUIET | os.environ | self._config.environment())
+        os.environ.update(QUIET | os.environ | self._config.environment() | {OWNER: str(os.getpid())})
         begin, outputs = time.monotonic(), Outputs()
         try:
             await asyncio.to_thread(self._hold)
             assert self.engine is not None, "made just now"
-            pids = await self.engine.prepare()
+            pids = await self.engine.process_ids()
             self._watch(pids)
             await self.engine.warm_up()
         except Exception as error:

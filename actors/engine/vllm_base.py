@@ -63,12 +63,10 @@ class VllmEngine:
         self.vocab_size = int(self.llm.model_config.get_vocab_size())
         """The lowest number that is no token id: one from here on would end the engine."""
 
-    async def prepare(self) -> list[int]:
-        """Tie the life of the engine's processes to this one's; return their ids."""
-        me = os.getpid()
-        await self.llm.collective_rpc("end_with", args=(me,))
+    async def process_ids(self) -> list[int]:
+        """Return the ids of the engine's processes."""
         families = await self.llm.collective_rpc("process_ids")
-        return sorted({pid for family in families for pid in family} - {me})
+        return sorted({pid for family in families for pid in family} - {os.getpid()})
 
     @property
     def is_dead(self) -> bool:

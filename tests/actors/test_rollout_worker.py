@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import copy
 import os
 import signal
+import subprocess
+import sys
 import time
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, replace
@@ -13,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import psutil
 import pytest
 import pytest_asyncio
 import ray
@@ -21,7 +25,7 @@ from ray.actor import ActorHandle
 from ray.exceptions import RayActorError
 from transformers import LlamaForCausalLM
 
-from actors.engine.life import EngineInfo
+from actors.engine.life import OWNER, EngineInfo
 from actors.placement import spawn
 from actors.rollout.worker import RolloutWorker
 from raypost.errors import StaleWeightsError, WeightError
@@ -509,3 +513,52 @@ async def test_killed_actor_leaves_no_engine_process(spawned: tuple[Spawned, Spa
     info = spawned[1].info
     os.kill(info.pid, signal.SIGKILL)
     assert await gone([info.pid, *info.engine_pids], 10)
+
+
+@pytest.mark.slow
+async def test_actor_that_is_killed_while_its_engine_starts_leaves_no_engine_process(
+    local_ray: None, tmp_path: Path
+) -> None:
+    make_model(tmp_path, tied=True)
+    actor = spawn(RolloutWorker, "rollout-0", str(tmp_path), CONFIG, 0, name="killed-early")
+    starting = actor.start.remote()
+    pid = await asyncio.wait_for(actor.__ray_call__.remote(lambda _: os.getpid()), 30)
+    deadline = time.monotonic() + 60
+    while not (family := [one for one in psutil.Process(pid).children(recursive=True) if is_engine(one)]):
+        assert time.monotonic() < deadline, "no process of the engine came"
+        await asyncio.sleep(0.05)
+    await asyncio.sleep(2)  # it reads what it was given, and imports
+    os.kill(pid, signal.SIGKILL)
+    ray.kill(actor)
+    assert await gone([pid, *(one.pid for one in family)], 60)
+    with pytest.raises(RayActorError):
+        await asyncio.wait_for(starting, 30)
+
+
+def is_engine(process: psutil.Process) -> bool:
+    with contextlib.suppress(psutil.Error):
+        return any("spawn_main" in word or "EngineCore" in word for word in process.cmdline())
+    return False
+
+
+async def test_process_of_an_engine_ends_with_its_owner_however_early_that_was() -> None:
+    script = "import actors.engine.life, sys; print('up', flush=True); sys.stdin.read()"
+    owner = subprocess.Popen(["sleep", "60"])
+
+    def engine() -> subprocess.Popen[str]:
+        environment = os.environ | {OWNER: str(owner.pid)}
+        return subprocess.Popen(
+            [sys.executable, "-c", script],
+            env=environment,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+
+    late = engine()
+    assert late.stdout is not None and late.stdout.readline() == "up\n"
+    owner.kill()
+    owner.wait()
+    assert late.wait(10) == 1
+    early = engine()
+    assert early.wait(30) == 1 and early.stdout is not None and early.stdout.read() == ""

@@ -50,7 +50,7 @@ class Engine:
         self.stopped: str | None = "abort"
         self.killed = False
 
-    async def prepare(self) -> list[int]:
+    async def process_ids(self) -> list[int]:
         return []
 
     async def warm_up(self) -> None:

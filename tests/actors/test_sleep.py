@@ -52,7 +52,7 @@ class ScriptedEngine:
     def asleep(self) -> bool:
         return bool(self.sleeping)
 
-    async def prepare(self) -> list[int]:
+    async def process_ids(self) -> list[int]:
         return []
 
     async def warm_up(self) -> None:
