@@ -20,6 +20,33 @@ RaypostError
 
 from __future__ import annotations
 
+from enum import StrEnum
+
+
+class Boundary(StrEnum):
+    """Where the world failed a trajectory: what is there beside the policy. It begins the text of the failure."""
+
+    JUDGE = "judge"
+    SANDBOX = "sandbox"
+    ENVIRONMENT = "environment"
+    ENGINE = "engine"
+    AGENT_LOOP = "agent_loop"
+
+
+def blame(boundary: Boundary, text: str) -> str:
+    """Return the text of a failure with the boundary's name before it, unless one is there."""
+    return text if _named(text) else f"{boundary}: {text}"
+
+
+def boundary_of(text: str | None) -> Boundary:
+    """Return the boundary that a failure's text begins with; without one it is the agent loop's."""
+    return _named(text or "") or Boundary.AGENT_LOOP
+
+
+def _named(text: str) -> Boundary | None:
+    head, colon, _ = text.partition(":")
+    return Boundary(head) if colon and head in Boundary.__members__.values() else None
+
 
 class RaypostError(Exception):
     """Base of all errors raised on purpose."""
@@ -34,7 +61,10 @@ class AlignmentError(RaypostError, ValueError):
 
 
 class JudgeError(RaypostError):
-    """A judge failed. The trajectory becomes FAILED; a failure is never a zero reward."""
+    """A judge failed. The trajectory becomes FAILED; a failure is never a zero reward.
+
+    A text that begins with the name of another Boundary, such as "sandbox: ", puts it down to that.
+    """
 
 
 class SandboxError(RaypostError):

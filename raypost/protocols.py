@@ -327,7 +327,7 @@ class ProductionMetrics:
         """Count the trajectories of a group that failed, and those of them that are played again."""
         counted = self.failures.setdefault(task, {}) if by_boundary else {}
         for boundary, number in by_boundary.items():
-            counted[str(boundary)] = counted.get(str(boundary), 0) + number
+            counted[boundary] = counted.get(boundary, 0) + number
         if retried:
             self.retries[task] = self.retries.get(task, 0) + retried
 

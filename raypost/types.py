@@ -154,6 +154,8 @@ class RolloutState:
     """Rollout worker that generated the last segment."""
     priority: int = 0
     """Priority of its requests on shared engines; see GenerateRequest."""
+    num_retries: int = 0
+    """How often it was played again because the world had failed it."""
 
     def __post_init__(self) -> None:
         """Raise AlignmentError unless the four response fields have one length."""

@@ -19,6 +19,7 @@ trajectory was interrupted or failed.
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Callable
 from typing import Literal
@@ -36,7 +37,7 @@ from raypost.agent_loop.turns import (
     recorded_turns,
 )
 from raypost.config import AgentLoopConfig, RolloutConfig, StrategyConfig
-from raypost.errors import AlignmentError
+from raypost.errors import AlignmentError, Boundary, blame
 from raypost.protocols import Generator
 from raypost.types import Group, IntArray, RolloutState, Status
 
@@ -101,7 +102,7 @@ class EnvironmentAgentLoop(GroupLoop):
         except _InterruptedError:
             self._abort(state)
         except (MemberFailedError, AlignmentError) as error:
-            fail(state, str(error))
+            fail(state, blame(Boundary.AGENT_LOOP, str(error)))
         finally:
             await episode.close()
         return state.status is Status.COMPLETED
@@ -109,16 +110,17 @@ class EnvironmentAgentLoop(GroupLoop):
     async def _begin(self, state: RolloutState, episode: Episode) -> list[Turn]:
         """Make an environment and bring it to where the trajectory stands; return the turns so far."""
         turns = recorded_turns(state)
-        metadata = {name: value for name, value in state.metadata.items() if name != TURNS}
+        # A copy: siblings share what is in it.
+        metadata = copy.deepcopy({name: value for name, value in state.metadata.items() if name != TURNS})
         try:
             episode.environment = self._environment()
         # A supervision boundary: whatever a user's environment raises is the reason of one FAILED trajectory.
         except Exception as error:
-            raise MemberFailedError(f"the environment could not be made: {error!r:.500}") from error
+            raise _environment_failed(f"the environment could not be made: {error!r:.500}") from error
         seen = await self._ask(episode, "reset", metadata, "reset")
         ids, bound = self._ids_of(seen), state.sample_params.max_tokens
         if seen.done or len(ids) >= bound:
-            raise MemberFailedError(
+            raise _environment_failed(
                 f"the environment's reset leaves no turn: done is {seen.done}, and it was observed with "
                 f"{len(ids)} of max_tokens={bound} tokens"
             )
@@ -136,7 +138,7 @@ class EnvironmentAgentLoop(GroupLoop):
     def _check_replayed(self, before: IntArray, seen: Observation, when: str) -> None:
         now = self._ids_of(seen)
         if seen.done or not np.array_equal(before, now):
-            raise MemberFailedError(
+            raise _environment_failed(
                 f"the environment answered differently when {when} was replayed after a pause: {len(before)} "
                 f"tokens before, {len(now)} now, done is {seen.done}; make it deterministic, or set "
                 "enable_partial_rollout to false"
@@ -149,7 +151,7 @@ class EnvironmentAgentLoop(GroupLoop):
         end = state.num_tokens
         seen = await self._ask(episode, "step", self._action(state.response_ids[start:]), f"turn {number}")
         if not math.isfinite(seen.reward):
-            raise MemberFailedError(f"the environment gave reward {seen.reward} in turn {number}")
+            raise _environment_failed(f"the environment gave reward {seen.reward} in turn {number}")
         ids = self._ids_of(seen)
         ended = seen.done or number >= self._options.max_turns or len(ids) >= state.remaining_tokens
         if not ended:
@@ -188,7 +190,7 @@ class EnvironmentAgentLoop(GroupLoop):
         if isinstance(error, self._retryable):
             raise error
         if error is not None:
-            raise MemberFailedError(f"the environment failed in {when}: {error!r:.500}") from error
+            raise _environment_failed(f"the environment failed in {when}: {error!r:.500}") from error
         return asked.result()
 
     def _action(self, ids: IntArray) -> str | IntArray:
@@ -198,3 +200,7 @@ class EnvironmentAgentLoop(GroupLoop):
         if seen.ids is not None:
             return np.asarray(seen.ids, np.int32)
         return np.asarray(self._encode(seen.text) if seen.text else [], np.int32)
+
+
+def _environment_failed(text: str) -> MemberFailedError:
+    return MemberFailedError(Boundary.ENVIRONMENT, text)

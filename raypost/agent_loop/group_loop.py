@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 import numpy as np
 
 from raypost.config import RolloutConfig, StrategyConfig
-from raypost.errors import AlignmentError
+from raypost.errors import AlignmentError, Boundary, blame
 from raypost.pause import PauseDeadlines
 from raypost.protocols import Generator
 from raypost.types import GenerateRequest, Group, IntArray, RolloutState, Status, status_of_finish
@@ -31,6 +31,10 @@ CANCEL_GRACE_S = 1.0
 
 class MemberFailedError(Exception):
     """This trajectory cannot go on; its siblings can."""
+
+    def __init__(self, boundary: Boundary, text: str) -> None:
+        """`boundary` failed it."""
+        super().__init__(blame(boundary, text))
 
 
 class GroupLoop:
@@ -106,23 +110,25 @@ class GroupLoop:
                 result = await self._generator.generate(request)
         except TimeoutError as error:
             reason = str(error) or f"generation took longer than {self._request_timeout_s:.0f} s"
-            raise MemberFailedError(reason) from error
+            raise MemberFailedError(Boundary.ENGINE, reason) from error
         except AlignmentError as error:
-            raise MemberFailedError(str(error)) from error
+            raise MemberFailedError(Boundary.ENGINE, str(error)) from error
         came = len(result.response_ids)
         if came > max_tokens:
             raise MemberFailedError(
-                f"group {state.group_id} sample {state.sample_index}: {came} tokens came, {max_tokens} were left"
+                Boundary.ENGINE,
+                f"group {state.group_id} sample {state.sample_index}: {came} tokens came, {max_tokens} were left",
             )
         try:
             state.append_segment(result.response_ids, result.logprobs, result.policy_versions)
         except AlignmentError as error:
-            raise MemberFailedError(str(error)) from error
+            raise MemberFailedError(Boundary.ENGINE, str(error)) from error
         state.worker = result.worker if came else state.worker
         state.finish_reason = result.finish_reason
         status = status_of_finish(result.finish_reason)
         if status is Status.FAILED:
-            raise MemberFailedError(result.error or f"finish reason {result.finish_reason!r}")
+            reason = result.error or f"finish reason {result.finish_reason!r}"
+            raise MemberFailedError(Boundary.ENGINE, reason)
         return status
 
     def _abort(self, state: RolloutState) -> None:
@@ -148,7 +154,7 @@ def complete(state: RolloutState, reward: float) -> None:
 
 
 def fail(state: RolloutState, error: str) -> None:
-    """Mark a trajectory as failed, without a reward."""
+    """Mark a trajectory as failed, without a reward. `error` begins with the name of a Boundary."""
     state.status = Status.FAILED
     state.error = error
     state.set_reward(None)

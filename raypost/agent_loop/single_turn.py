@@ -20,7 +20,7 @@ from collections.abc import Callable
 
 from raypost.agent_loop.group_loop import GroupLoop, MemberFailedError, complete, fail, stopped
 from raypost.config import RolloutConfig, StrategyConfig
-from raypost.errors import JudgeError, WaitTimeoutError
+from raypost.errors import Boundary, JudgeError, WaitTimeoutError, blame
 from raypost.protocols import Generator, Judge
 from raypost.types import Group, IntArray, RolloutState, Status
 
@@ -96,13 +96,13 @@ class SingleTurnAgentLoop(GroupLoop):
             rewards = judging.result()
         except (JudgeError, WaitTimeoutError) as error:
             for state in states:
-                fail(state, str(error))
+                fail(state, blame(Boundary.JUDGE, str(error)))
             return
         for state, reward in zip(states, rewards, strict=True):
             if math.isfinite(reward):
                 complete(state, reward)
             else:
-                fail(state, f"the judge gave reward {reward}")
+                fail(state, blame(Boundary.JUDGE, f"the judge gave reward {reward}"))
 
     async def _judged(self, states: list[RolloutState]) -> list[float]:
         rewards = await self._judge.judge(states)

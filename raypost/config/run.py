@@ -320,6 +320,13 @@ class Config(ConfigModel):
                     f"task {task.name!r}: group_size is {task.group_size}, but the advantage {advantage.kind!r} "
                     f"compares a group's members: use {advantage.smallest_group} or more"
                 )
+            smallest = task.strategy.min_group_size
+            if smallest is not None and not advantage.smallest_group <= smallest <= task.group_size:
+                problems.append(
+                    f"task {task.name!r}: strategy.min_group_size is {smallest}, but the advantage "
+                    f"{advantage.kind!r} and group_size {task.group_size} allow {advantage.smallest_group} to "
+                    f"{task.group_size}"
+                )
             if advantage.overlong_buffer > task.max_tokens:
                 problems.append(
                     f"task {task.name!r}: max_tokens is {task.max_tokens}, less than "

@@ -39,6 +39,14 @@ class StrategyConfig(ConfigModel):
     generates them first and starts nothing beyond the batch. -1: it is dropped."""
     tail_batch_max_tries: Annotated[int, Field(ge=1)] | None = None
     """Number of interruptions of a trajectory after which its group waits for the tail batch; null: no limit."""
+    max_retries: Annotated[int, Field(ge=0)] = 2
+    """How often a trajectory that failed for the world's reasons (judge, sandbox, environment, engine, agent loop) is
+    played again, alone: what its siblings have stays."""
+    on_failed_member: Literal["drop_group", "drop_member"] = "drop_group"
+    """What becomes of the group when that did not help. drop_member: it is trained without the trajectory, if
+    `min_group_size` are left."""
+    min_group_size: Annotated[int, Field(ge=1)] | None = None
+    """With drop_member: fewest trajectories that a group is trained with. null: as few as the advantage allows."""
     drop_uniform_rewards: bool = False
     """Do not train groups whose rewards are all equal, which have no group-relative advantage (DAPO)."""
     is_valid: str | None = None
@@ -46,6 +54,15 @@ class StrategyConfig(ConfigModel):
     should_continue: str | None = None
     """`module:function` that is given the numbers of completed and of wanted groups, and returns whether production
     goes on for this step; only with placement colocate. null: until all wanted groups are completed."""
+
+    @model_validator(mode="after")
+    def _group_shrinks(self) -> StrategyConfig:
+        if self.min_group_size is not None and self.on_failed_member != "drop_member":
+            raise ValueError(
+                f"min_group_size {self.min_group_size} is not used with on_failed_member 'drop_group': leave it out, "
+                "or use 'drop_member'"
+            )
+        return self
 
     @property
     def bound_periods(self) -> int:

@@ -131,7 +131,8 @@ class Sampler:
                 sample_index=index,
                 prompt_ids=item.prompt_ids,
                 sample_params=self._params,
-                metadata=item.metadata,
+                # Not one of them all: what an agent loop writes for one is its own.
+                metadata=dict(item.metadata),
             )
             for index in range(self._task.group_size)
         ]

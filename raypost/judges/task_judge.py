@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from contextvars import ContextVar
 
 from raypost.config import TaskConfig
-from raypost.errors import JudgeError
+from raypost.errors import Boundary, JudgeError, blame
 from raypost.judges.build import build_judge
 from raypost.judges.function import FunctionJudge
 from raypost.judges.reward_model import RewardModel
@@ -29,14 +29,14 @@ class TaskJudge:
         self._judge = build_judge(task, reward_models, self._count_retry, self._functions)
 
     async def judge(self, states: list[RolloutState]) -> list[float]:
-        """Return one reward for each state. Raises JudgeError, whose text begins with "judge:"."""
+        """Return one reward for each state. Raises JudgeError, whose text begins with "judge:" or "sandbox:"."""
         start, retries = time.monotonic(), list[None]()
         _RETRIES.set(retries)
         try:
             scores = await self._judge.judge(states)
         except JudgeError as error:
             self._figures.count(time.monotonic() - start, num_failed=len(states))
-            raise JudgeError(f"judge: {error}") from error
+            raise JudgeError(blame(Boundary.JUDGE, str(error))) from error
         seconds = time.monotonic() - start
         self._figures.count(seconds)
         judged = [one if isinstance(one, Score) else Score(one) for one in scores]

@@ -11,7 +11,9 @@ from raypost.protocols import BufferBounds, TaskLimits
 
 def strategy_of(task: TaskConfig, config: Config) -> AsyncProduceStrategy:
     """Return the task's strategy. Raises ConfigError if a function it names cannot be imported."""
-    return build_strategy(task.strategy, config.sync.sync_weights_interval)
+    smallest = task.strategy.min_group_size or config.train.advantage.smallest_group
+    strategy = task.strategy.model_copy(update={"min_group_size": smallest})
+    return build_strategy(strategy, config.sync.sync_weights_interval)
 
 
 def task_limits(config: Config) -> dict[str, TaskLimits]:

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import math
 from collections import Counter
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass
@@ -19,14 +18,24 @@ from typing import Any, TypeVar
 
 from raypost.config import TaskConfig
 from raypost.data.sampler import Sampler
-from raypost.errors import CheckpointError, ProductionError
-from raypost.ledger.ledger import Ledger, group_facts
+from raypost.errors import (
+    AlignmentError,
+    Boundary,
+    CheckpointError,
+    JudgeError,
+    ProductionError,
+    RaypostError,
+    blame,
+)
+from raypost.ledger.ledger import MAX_WHY, Ledger, group_facts
 from raypost.packed import pack_groups, unpack_groups
 from raypost.production.allocation import Allocation
+from raypost.production.failures import FailureWatch
 from raypost.production.pending import PendingGroup, PendingSet, uninterrupted
 from raypost.production.progress import ProduceProgress
 from raypost.production.slots import EngineSlots
 from raypost.production.strategy import AsyncProduceStrategy, SpawnPlan, groups_owed
+from raypost.production.verdict import Received, check_members, decide, failed, unstorable
 from raypost.protocols import AgentLoop, Buffer, BufferCounts, PutResult
 from raypost.staleness import oldest_version
 from raypost.types import Group, GroupCounts, GroupKey, ProduceBatchStatus, Status
@@ -36,8 +45,6 @@ T = TypeVar("T")
 
 MAX_DISPATCHES = 4
 """How often a group whose host died is started, before it is FAILED."""
-MIN_FAILED_IN_A_ROW = 32
-"""So many failures without a success mean that the task, not the group, is broken."""
 
 
 @dataclass(slots=True)
@@ -48,21 +55,6 @@ class TaskRuntime:
     sampler: Sampler
     agent_loop: AgentLoop
     strategy: AsyncProduceStrategy
-
-
-@dataclass(slots=True)
-class _Received:
-    """What is to become of a group that ended."""
-
-    entry: PendingGroup
-    group: Group
-    """As it came back; as it was when it started, if it is put back."""
-    verdict: Status
-    why: str = ""
-    back: bool = False
-    """It is put back, to be started again."""
-    dispatches: int = 0
-    """How often its host died."""
 
 
 class ProduceContext:
@@ -97,8 +89,7 @@ class ProduceContext:
         self._refreshed_at = 0
         """Train step that the buffer's groups were last checked for expiry at."""
         self._dispatches: Counter[GroupKey] = Counter()
-        self._failed_in_a_row = 0
-        self._max_failed_in_a_row = max(MIN_FAILED_IN_A_ROW, 4 * allocation.batch_size)
+        self._failures = FailureWatch(self.tasks, allocation.batch_size)
         self._claim = 0
         """Of the last call that moved groups out of the buffer: asked again with it, it gives the same answer."""
 
@@ -220,12 +211,17 @@ class ProduceContext:
         """
         await self._store([self._verdict(entry) for entry in entries])
 
-    async def _store(self, received: list[_Received]) -> None:
-        kept = [one for one in received if one.verdict not in (Status.FAILED, Status.FILTERED)]
-        gone = [one for one in received if one.verdict in (Status.FAILED, Status.FILTERED)]
+    async def _store(self, received: list[Received]) -> None:
+        kept, gone = _parted(received)
+        packed = None
+        try:
+            packed = pack_groups([one.group for one in kept]) if kept else None
+        # A supervision boundary: metadata that an agent loop wrote may be anything.
+        except Exception:
+            kept, gone = _parted([*map(_storable, kept), *gone])
+            packed = pack_groups([one.group for one in kept]) if kept else None
         results = []
-        if kept:
-            packed = pack_groups([one.group for one in kept])
+        if packed is not None:
             results = await self.buffer.put(packed, self.progress.next_consumer_step)
         forgotten = [one.entry.key for one in gone if one.entry.stored]
         if forgotten:
@@ -234,8 +230,13 @@ class ProduceContext:
             self._account_dropped(one)
         for one, result in zip(kept, results, strict=True):
             self._account_stored(one, result)
+        # In the order of their starts: those that failed would else all come in a row.
+        for one in sorted(kept + gone, key=lambda one: one.entry.key):
+            broken = self._failures.count(one)
+            if broken is not None:
+                self.fail(ProductionError(f"{broken}; {self.describe()}"))
 
-    def _verdict(self, entry: PendingGroup) -> _Received:
+    def _verdict(self, entry: PendingGroup) -> Received:
         """Decide what becomes of a group that ended. Changes nothing but the group."""
         if entry.task.cancelled():
             if entry.put_back:
@@ -244,57 +245,52 @@ class ProduceContext:
         error = entry.task.exception()
         if isinstance(error, self.retryable):
             return self._again(entry, error)
+        if isinstance(error, RaypostError) and not isinstance(error, AlignmentError | JudgeError):
+            return self._give_up(entry, error)
+        if error is not None and not isinstance(error, Exception):
+            return self._give_up(entry, error)
+        strategy = self.tasks[entry.key[0]].strategy
+        try:
+            return decide(entry, self._checked(entry, error), strategy)
+        # A supervision boundary: whatever a user's filter raises, `run` raises it.
+        except Exception as raised:
+            return self._give_up(entry, raised)
+
+    def _give_up(self, entry: PendingGroup, error: BaseException) -> Received:
+        self.fail(error)
+        return self._back(entry)
+
+    def _checked(self, entry: PendingGroup, error: Exception | None) -> Group:
+        """Return the group that came back, checked; without one that it was given, its members failed."""
         if error is None:
             try:
                 group = entry.task.result()
-                verdict = self._judged(entry, group)
-            # A supervision boundary: whatever a user's filter raises, `run` raises it.
+                check_members(entry, group)
+                return group
+            # A supervision boundary: what an agent loop returns may be anything.
             except Exception as raised:
                 error = raised
-        if error is not None:
-            self.fail(error)
-            return self._back(entry)
-        errors = [state.error for state in group.states if state.error]
-        return _Received(entry, group, verdict, why=errors[0] if errors else "not valid for training")
+        log.warning("the agent loop failed group %s", entry.key, exc_info=error)
+        return failed(entry, error)
 
-    def _judged(self, entry: PendingGroup, group: Group) -> Status:
-        """Return the group's status, after the filter. Members that cannot be trained are marked FAILED."""
-        came = [state.sample_index for state in group.states]
-        sent = [state.sample_index for state in entry.last_known]
-        if group.key != entry.key or came != sent:
-            raise ProductionError(
-                f"the agent loop of task {entry.key[0]!r} was given group {entry.key} with samples {sent} and "
-                f"returned {group.key} with {came}: it must return the same trajectories"
-            )
-        for state in group.states:
-            state.check_aligned()
-            if state.status is Status.COMPLETED and (state.reward is None or not math.isfinite(state.reward)):
-                state.status = Status.FAILED
-                state.error = f"completed with reward {state.reward}"
-            elif state.status in (Status.INIT, Status.EXPIRED):
-                # Not generated although it was asked for: it waits for its turn like an interrupted one.
-                state.status = Status.ABORTED
-        if group.status is Status.COMPLETED and not self.tasks[group.task].strategy.is_valid(group):
-            return Status.FILTERED
-        return group.status
-
-    def _again(self, entry: PendingGroup, error: BaseException) -> _Received:
+    def _again(self, entry: PendingGroup, error: BaseException) -> Received:
         """Dispatch a group again whose host died, but not for ever."""
         dispatches = self._dispatches[entry.key] + 1
         if dispatches < MAX_DISPATCHES:
             log.warning("group %s is dispatched again: %s", entry.key, type(error).__name__)
             return self._back(entry, dispatches)
-        why = f"its host died {MAX_DISPATCHES} times, last: {error!r:.500}"
-        return _Received(entry, entry.as_started(), Status.FAILED, why=why)
+        why = blame(Boundary.AGENT_LOOP, f"its host died {MAX_DISPATCHES} times, last: {error!r:.500}")
+        failures = Counter({Boundary.AGENT_LOOP: len(entry.last_known)})
+        return Received(entry, entry.as_started(), Status.FAILED, why=why, failures=failures)
 
-    def _back(self, entry: PendingGroup, dispatches: int = 0) -> _Received:
+    def _back(self, entry: PendingGroup, dispatches: int = 0) -> Received:
         """Put a group back as it was when it started, to be continued."""
         group = entry.as_started()
         for state in group.states:
             if state.status is not Status.COMPLETED:
                 state.status = Status.ABORTED
                 state.num_aborts += entry.put_back
-        return _Received(entry, group, Status.ABORTED, back=True, dispatches=dispatches)
+        return Received(entry, group, Status.ABORTED, back=True, dispatches=dispatches)
 
     async def put_back(self, entries: list[PendingGroup]) -> None:
         """Put groups into the buffer as they were when they started. Lock held."""
@@ -302,13 +298,13 @@ class ProduceContext:
 
     # ---------------------------------------------------------------- accounting for them
 
-    def _account_dropped(self, one: _Received) -> None:
+    def _account_dropped(self, one: Received) -> None:
         self._count(one)
         self._drop(one.entry.key, one.verdict, why=one.why, **group_facts(one.group))
         if one.verdict is Status.FAILED:
-            self._count_failure(one.entry.key, one.why)
+            log.warning("group %s failed: %s", one.entry.key, one.why)
 
-    def _account_stored(self, one: _Received, result: PutResult) -> None:
+    def _account_stored(self, one: Received, result: PutResult) -> None:
         key, facts = one.entry.key, {"staleness": result.staleness, **group_facts(one.group)}
         if one.back:
             facts["put_back"] = True
@@ -316,6 +312,8 @@ class ProduceContext:
                 self._dispatches[key] = one.dispatches
         else:
             self._count(one)
+        if one.failures:
+            facts |= {"why": one.why[:MAX_WHY], "retried": one.retried, "left_out": one.dropped}
         if one.verdict is Status.COMPLETED:
             self._dispatches.pop(key, None)
         if result.status is Status.EXPIRED:
@@ -327,16 +325,16 @@ class ProduceContext:
         else:
             self._drop(key, Status.EXPIRED, **facts)
 
-    def _count(self, one: _Received) -> None:
+    def _count(self, one: Received) -> None:
         window, group, verdict = self.progress.metrics, one.group, one.verdict
-        size, before, after = len(group.states), one.entry.num_tokens, group.num_tokens
+        size, before, after = len(group.states), one.entry.num_tokens, one.num_tokens
         window.produced_tokens += after - before if after >= before else after
+        window.failed_samples += one.dropped
+        window.count_failures(group.task, {str(b): n for b, n in one.failures.items()}, one.retried)
         if verdict is Status.FAILED:
             window.failed_samples += size
+        if verdict in (Status.FAILED, Status.ABORTED):
             return
-        if verdict is Status.ABORTED:
-            return
-        self._failed_in_a_row = 0
         # Before the filter counts: a curve of what passed it would not show what the policy does.
         rewards, seconds = [state.reward for state in group.states], self.clock() - one.entry.started_s
         window.of_task(group.task).count(rewards, verdict is Status.FILTERED, seconds)
@@ -345,18 +343,6 @@ class ProduceContext:
     def _drop(self, key: GroupKey, reason: Status, **facts: Any) -> None:
         self.ledger.dropped(key, reason, **facts)
         self._dispatches.pop(key, None)
-
-    def _count_failure(self, key: GroupKey, why: str) -> None:
-        log.warning("group %s failed: %s", key, why)
-        self._failed_in_a_row += 1
-        limit = self._max_failed_in_a_row
-        if self._failed_in_a_row >= limit:
-            self.fail(
-                ProductionError(
-                    f"{self._failed_in_a_row} groups in a row failed (bound {limit}), the last, {key}, with: "
-                    f"{why}; fix the agent loop, judge or engine; {self.describe()}"
-                )
-            )
 
     # ---------------------------------------------------------------- what the buffer holds
 
@@ -413,3 +399,21 @@ class ProduceContext:
         await self.buffer.load_state_dict(state["buffer"])
         self.version = state["version"]
         self._refreshed_at = 0
+
+
+def _parted(received: Sequence[Received]) -> tuple[list[Received], list[Received]]:
+    """Return those that are stored, and those that are not."""
+    ended = (Status.FAILED, Status.FILTERED)
+    return [one for one in received if one.verdict not in ended], [
+        one for one in received if one.verdict in ended
+    ]
+
+
+def _storable(one: Received) -> Received:
+    """Return it, or that it FAILED if it cannot be stored."""
+    try:
+        pack_groups([one.group])
+    # As above: whatever it holds, this group is named and the others are stored.
+    except Exception as error:
+        return unstorable(one, error)
+    return one

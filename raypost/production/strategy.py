@@ -106,6 +106,18 @@ class AsyncProduceStrategy:
         """How many steps beyond the served version may be worked for: as many as the nearest bound allows."""
 
     @property
+    def max_retries(self) -> int:
+        """How often a trajectory that the world failed is played again."""
+        return self._config.max_retries
+
+    @property
+    def fewest_members(self) -> float:
+        """Members that a group must be left with to go on without those that failed; infinite: it never does."""
+        if self._config.on_failed_member == "drop_group":
+            return math.inf
+        return self._config.min_group_size or 1
+
+    @property
     def may_end_early(self) -> bool:
         """Whether a round may end before its target is met: its batch is then what is there."""
         return self._should_continue is not None

@@ -34,7 +34,8 @@ class BatchTaker(Generic[BatchT]):
         self._ledger = context.ledger
         self._pending = context.pending
         self._progress = context.progress
-        self._last: TakeStatus | None = None
+        self._taken: dict[int, TakeStatus] = {}
+        """What was said of the steps since the last that is trained, and of that."""
 
     async def take(self, step: int, since_s: float) -> tuple[TakeStatus, BatchT | None] | None:
         """Return the batch of `step`, (status, None) to ask for a sync, or None if it is not there yet.
@@ -42,8 +43,8 @@ class BatchTaker(Generic[BatchT]):
         `since_s` is when the consumer began to wait, by the context's clock. Raises what ended production, and
         ProductionError for a step out of turn or one that can never be filled.
         """
-        if self._last is not None and step == self._last.step:
-            return self._last, await self._lease_again(step)
+        if step in self._taken:
+            return self._taken[step], await self._lease_again(step)
         context, progress = self._context, self._progress
         context.raise_failure()
         if step != progress.next_consumer_step:
@@ -91,11 +92,12 @@ class BatchTaker(Generic[BatchT]):
         self._ledger.trained(step)
         self._ledger.flush()
         self._progress.forget(step)
+        self._taken = {taken: status for taken, status in self._taken.items() if taken >= step}
         self._pending.changed.notify()  # there is room again
 
     def forget(self) -> None:
-        """Forget the last take: another state was restored."""
-        self._last = None
+        """Forget what was taken: another state was restored."""
+        self._taken.clear()
 
     async def _sizes(self, wanted: dict[str, int]) -> dict[str, int]:
         """Return the groups to lease by task: all that are wanted, or, if rounds may end early, what there is."""
@@ -123,7 +125,7 @@ class BatchTaker(Generic[BatchT]):
         # Expire what stays: from now on it can be trained at the next step at the earliest.
         await self._context.refresh(lease.step + 1)
         self._pending.changed.notify()
-        self._last = TakeStatus(
+        self._taken[lease.step] = TakeStatus(
             status=self._context.status,
             step=lease.step,
             num_groups=len(lease.keys),
@@ -134,7 +136,7 @@ class BatchTaker(Generic[BatchT]):
             metrics=self._progress.read_metrics(),
             tasks=self._of_tasks(lease),
         )
-        return self._last
+        return self._taken[lease.step]
 
     def _of_tasks(self, lease: Lease[BatchT]) -> dict[str, BatchMetrics]:
         """Return what the batch has of each task, as far as the ledger knows its groups."""

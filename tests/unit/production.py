@@ -18,7 +18,7 @@ import numpy as np
 from raypost.buffer.replay_buffer import ReplayBuffer
 from raypost.config import JudgeConfig, SourceConfig, StrategyConfig, TaskConfig
 from raypost.data.sampler import Sampler
-from raypost.errors import StaleWeightsError
+from raypost.errors import NoWorkersError, StaleWeightsError
 from raypost.ledger.ledger import Ledger
 from raypost.packed import PackedGroups
 from raypost.pause import PauseMode
@@ -74,9 +74,10 @@ class HostDied(Exception):
 
 class Pool:
     """Rollout pool and agent loop in one: a member takes `seconds`, a token each; a pause interrupts it
-    (abort), freezes it (keep), or waits for it.
+    (abort), freezes it (keep), or waits for it. `member(state)` says whether the world fails it at its end, and
+    how.
 
-    `fate(group)` says what becomes of a group: "ok", "uniform", "failed", "died", "bug", "hang" (does not
+    `fate(group)` says what becomes of a group: "ok", "uniform", "failed", "died", "bug", "no workers", "hang" (does not
     react to a pause until cancelled) or "stubborn" (not even to the first cancellation).
     """
 
@@ -92,6 +93,7 @@ class Pool:
         self.seconds: Callable[[Group], int] = lambda group: 1 + group.group_id % 3
         self.fate: Callable[[Group], str] = lambda group: "ok"
         self.swap_s = 0.0
+        self.member: Callable[[RolloutState], str | None] = lambda state: None
         self.started: list[int] = []
         self.interrupts = 0
 
@@ -139,6 +141,8 @@ class Pool:
             raise HostDied(f"group {group.group_id}")
         if fate == "bug":
             raise ZeroDivisionError(f"group {group.group_id}")
+        if fate == "no workers":
+            raise NoWorkersError(f"group {group.group_id}")
         todo = [state for state in group.states if state.status is not Status.COMPLETED]
         await asyncio.gather(*(self._generate(state, self.seconds(group), fate) for state in todo))
         return group
@@ -168,8 +172,9 @@ class Pool:
                 assert self.version is not None
                 one = np.ones(1, np.int32)
                 state.append_segment(one, -one.astype(np.float32), one * self.version)
-        if fate == "failed":
-            state.status, state.error = Status.FAILED, "scripted"
+        failure = "scripted" if fate == "failed" else self.member(state)
+        if failure is not None:
+            state.status, state.error = Status.FAILED, failure
             return
         state.status, state.finish_reason = Status.COMPLETED, "stop"
         state.reward = 1.0 if fate == "uniform" else float(state.sample_index % 2)
@@ -217,8 +222,9 @@ def task_config(
     group_size: int = 2,
     **strategy: Any,
 ) -> TaskConfig:
-    # Off unless a test asks for it: a group that expires is dropped.
+    # Off unless a test asks for it: a group that expires is dropped, and so is one that fails.
     strategy.setdefault("tail_batch_trigger_size", -1)
+    strategy.setdefault("max_retries", 0)
     return TaskConfig(
         name=name,
         weight=weight,

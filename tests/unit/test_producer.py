@@ -316,6 +316,21 @@ def test_a_step_taken_twice_is_the_same_batch_and_is_consumed_once() -> None:
     virtual(main())
 
 
+def test_a_consumer_that_took_two_steps_and_comes_back_gets_both_again() -> None:
+    async def main() -> None:
+        world = World(task_config(max_staleness=3), batch_size=2)
+        async with producing(world):
+            first, second = await world.take(1), await world.take(2)
+            for status, packed in (first, second):
+                again, same = await world.take(status.step)
+                assert again == status and same.keys == packed.keys
+            await world.producer.acknowledge(1)
+            assert (await world.take(2))[1].keys == second[1].keys
+            assert (await world.take(3))[0].step == 3
+
+    virtual(main())
+
+
 def test_a_cancelled_take_costs_nothing() -> None:
     async def main() -> None:
         world = World(batch_size=2)

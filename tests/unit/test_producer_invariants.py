@@ -91,6 +91,8 @@ class ProducerMachine(RuleBasedStateMachine):
         tries=st.sampled_from([None, 1, 2]),
         mixed=st.booleans(),
         bounded=st.booleans(),
+        retries=st.sampled_from([0, 2]),
+        on_failed=st.sampled_from(["drop_group", "drop_member"]),
         num_tasks=st.integers(1, 2),
         buffer_call_s=st.sampled_from([0.0, 0.2]),
         seed=st.integers(0, 1000),
@@ -104,6 +106,8 @@ class ProducerMachine(RuleBasedStateMachine):
             "tail_batch_trigger_size": rest["trigger"],
             "tail_batch_max_tries": rest["tries"] if rest["trigger"] >= 0 else None,
             "drop_uniform_rewards": True,
+            "max_retries": rest["retries"],
+            "on_failed_member": rest["on_failed"],
         }
         if rest["kind"] == "sync":
             strategy["kind"] = "sync"
