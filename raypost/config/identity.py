@@ -18,6 +18,7 @@ _PLACES: dict[str, Any] = {
     "runs_dir": True,
     "model": {"cache_dir"},
     "tasks": {"__all__": {"source": {"index_dir"}}},
+    "eval": {"source": {"index_dir"}},
 }
 
 
