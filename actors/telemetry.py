@@ -16,7 +16,7 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Awaitable, Iterable, Mapping, Sequence
 from typing import Any
 
 import psutil
@@ -26,6 +26,9 @@ from ray.exceptions import RayError
 from actors.gauges import RunGauges
 from raypost import metrics
 from raypost.config import Config
+from raypost.data.tokenizer import Tokenizer
+from raypost.packed import PackedGroups
+from raypost.report.samples import SampleWriter
 from raypost.report.writer import RunWriter
 from raypost.types import GroupCounts, RunStatus, Span, SyncReport, WorkerStats
 
@@ -49,12 +52,20 @@ class Telemetry:
         config: Config,
         sources: Mapping[str, ActorHandle],
         started_s: float | None = None,
+        model_path: str | None = None,
         poll_s: float = POLL_S,
         deadline_s: float = DEADLINE_S,
         sample_s: float = SAMPLE_S,
     ) -> None:
-        """Start watching, inside a running event loop. `started_s`: when the run began, if before now."""
+        """Start watching, inside a running event loop. `started_s`: when the run began, if before now.
+
+        `model_path`: a folder with the tokenizer, for samples.
+        """
         self._writer = RunWriter(config.run_dir, config, started_s)
+        self._samples: SampleWriter | None = None
+        if config.keep_samples and model_path is not None:
+            decode = Tokenizer.load(model_path).decode
+            self._samples = SampleWriter(config.run_dir, config.keep_samples, decode)
         self._methods = {
             (name, method): getattr(handle, method)
             for name, handle in sources.items()
@@ -91,6 +102,18 @@ class Telemetry:
         of_judges = [figures.metrics(task) for task, figures in judged.items()]
         self._writer.write_step(step, dict(collections.ChainMap(dict(values), *of_judges)))
         self._gauges.step(step, values)
+
+    async def log_samples(self, step: int, batch: Sequence[Awaitable[PackedGroups]]) -> None:
+        """Keep samples of the batch of `step`, given as a list with its ref. What prevents it is a problem."""
+        if self._samples is None:
+            return
+        try:
+            packed = await batch[0]
+            await asyncio.to_thread(self._samples.write, step, packed)
+        # A supervision boundary: samples are for looking at, training does not need them.
+        except Exception as error:
+            log.warning("no samples of step %s were kept", step, exc_info=error)
+            self._writer.write_problem(f"samples were not kept: {type(error).__name__}: {error}")
 
     async def log_eval(self, step: int, scores: Mapping[str, Any]) -> None:
         """Record an evaluation of the weights of `step`."""

@@ -6,7 +6,7 @@ import argparse
 import os
 from pathlib import Path
 
-import raypost
+from raypost.cli.runtime import HOME
 from raypost.config import Config, load_config
 
 TRIED = "--tried"
@@ -30,8 +30,7 @@ def parser(description: str | None, prog: str | None = None) -> argparse.Argumen
 
 def python_path(folder: Path) -> str:
     """Return the PYTHONPATH of a run whose working directory is `folder`: modules there, then raypost's own."""
-    home = Path(raypost.__file__).resolve().parents[1]
-    return os.pathsep.join([str(folder), str(home), *filter(None, [os.environ.get("PYTHONPATH")])])
+    return os.pathsep.join([str(folder), str(HOME), *filter(None, [os.environ.get("PYTHONPATH")])])
 
 
 def config_of(args: argparse.Namespace) -> Config:

@@ -322,7 +322,14 @@ class Launcher:
             # Its time is not the run's: production goes on meanwhile.
             del watched["evaluator"]
         return self._role(
-            TelemetryRole, CALL_TIMEOUT_S, "telemetry", Telemetry, self.cfg, watched, self.started_s
+            TelemetryRole,
+            CALL_TIMEOUT_S,
+            "telemetry",
+            Telemetry,
+            self.cfg,
+            watched,
+            self.started_s,
+            self.models.policy,
         )
 
     # ---------------------------------------------------------------- what all of them use

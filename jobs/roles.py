@@ -70,6 +70,8 @@ class Roles:
     """The last sync, until it is recorded."""
     _recording: asyncio.Task[None] | None = None
     """What is being recorded while the loop goes on."""
+    _batch_ref: Ref[PackedGroups] | None = None
+    """The batch that is being trained, until samples of it are kept."""
     _last: dict[str, float] = field(default_factory=dict)
     """Held-out score and sync time, shown with the steps that follow."""
 
@@ -99,7 +101,8 @@ class Roles:
                 await self._checking
         except StoppedError:
             return STOPPED, None
-        return status, batch_ref if status.num_groups else None
+        self._batch_ref = batch_ref if status.num_groups else None
+        return status, self._batch_ref
 
     async def while_producing(self, work: Awaitable[T]) -> T:
         """Return the result of `work`. Raises what ended production before it, and StoppedError on a stop."""
@@ -261,7 +264,13 @@ class Roles:
         produced = production_record(status, len(self.cfg.tasks))
         record = {**trained, **produced, **self._last, **memory}
         self.display.step(step, record)
-        await self._record(self.telemetry.log(step, record))
+        await self._record(self._log(step, record, self._batch_ref if self.cfg.keep_samples else None))
+        self._batch_ref = None
+
+    async def _log(self, step: int, record: dict[str, object], batch_ref: Ref[PackedGroups] | None) -> None:
+        await self.telemetry.log(step, record)
+        if batch_ref is not None:
+            await self.telemetry.log_samples(step, [batch_ref])
 
     async def finish(self, status: RunStatus, error: str | None) -> None:
         """Stop waiting for production and evaluation, write the report and show it, in whatever state the roles are."""

@@ -12,6 +12,7 @@ RaypostError
 ├── ProductionError      production can never deliver the batch that was asked for
 ├── BatchMemoryError     a micro-batch does not fit the memory of its rank
 ├── LedgerError          a group changed state in a way the ledger forbids
+├── RunFilesError        a file of a run folder is damaged (also a ValueError)
 ├── CheckpointError      a checkpoint is damaged, or belongs to another run
 ├── WaitTimeoutError     a named wait passed its deadline (also a TimeoutError)
 ├── StoppedError         a stop was asked for before training began: there is nothing to save
@@ -97,6 +98,10 @@ class BatchMemoryError(RaypostError):
 
 class LedgerError(RaypostError):
     """A group took a transition the ledger forbids, such as being trained twice."""
+
+
+class RunFilesError(RaypostError, ValueError):
+    """A file that a run wrote is damaged; the message names it, the place, and what to do."""
 
 
 class CheckpointError(RaypostError):

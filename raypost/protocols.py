@@ -498,6 +498,10 @@ class TelemetryRole(Protocol):
         """Record train step `step`."""
         ...
 
+    async def log_samples(self, step: int, batch: Sequence[Ref[PackedGroups]]) -> None:
+        """Keep samples of the batch of `step`. `batch`: its ref in a list, so that nobody opens it on the way."""
+        ...
+
     async def log_eval(self, step: int, scores: Mapping[str, Any]) -> None:
         """Record an evaluation of the weights of `step`."""
         ...

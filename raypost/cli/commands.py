@@ -152,6 +152,33 @@ def report(run_dir: RunDir) -> None:
 
 
 @app.command()
+def samples(
+    run: Annotated[str, typer.Argument(help="folder of a run, or its name below runs/")],
+    step: Annotated[int | None, typer.Option(help="train step; the last that was kept if absent")] = None,
+    best: Annotated[int, typer.Option(min=0, help="show so many responses with the highest rewards")] = 0,
+    worst: Annotated[int, typer.Option(min=0, help="show so many responses with the lowest rewards")] = 0,
+    task: Annotated[str | None, typer.Option(help="of this task alone")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="print a line of JSON for each instead")] = False,
+) -> None:
+    """Show what the policy answered, and its rewards, of the groups that were kept of a step."""
+    from raypost.ledger.life import find_run
+    from raypost.report.samples import kept_samples, ranked
+    from raypost.report.samples_terminal import sample_panel, samples_text
+
+    with _refusals():
+        kept = kept_samples(find_run(run), step, task)
+    shown = ranked(kept.samples, best, worst) if best or worst else kept.samples
+    if as_json:
+        for sample in shown:
+            print(json.dumps(sample))
+        return
+    console = _console()
+    for sample in shown:
+        console.print(sample_panel(sample))
+    console.print(samples_text(kept.step, kept.steps, len(shown), len(kept.samples)), highlight=False)
+
+
+@app.command()
 def explain(
     run: Annotated[str, typer.Argument(help="folder of a run, or its name below runs/")],
     group: Annotated[

@@ -16,14 +16,15 @@ from raypost.config.run import Config
 _PLACES: dict[str, Any] = {
     "name": True,
     "runs_dir": True,
+    "keep_samples": True,
+    "trackers": True,
     "model": {"cache_dir"},
     "tasks": {"__all__": {"source": {"index_dir"}}},
-    "eval": {"source": {"index_dir"}},
 }
 
 
 def run_identity(config: Config) -> dict[str, Any]:
-    """Return what makes a run this run, as plain data: all but its name, its folders and its number of steps."""
+    """Return what makes a run this run, as plain data: all but its name, folders, records and number of steps."""
     return config.model_dump(mode="json", exclude=_PLACES | {"train": {"num_steps"}})
 
 

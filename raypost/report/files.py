@@ -10,11 +10,14 @@ import json
 import math
 import os
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import yaml
 
+from raypost.errors import RaypostError, RunFilesError
 from raypost.jsonl import LineFile, whole_lines
 
 CONFIG = "config.yaml"
@@ -59,26 +62,61 @@ class LineWriter:
 
     def write(self, *objects: Mapping[str, Any]) -> None:
         """Append the objects, all or none of them."""
-        self._file.append([json.dumps(plain(item), allow_nan=False) for item in objects])
+        self._file.append([to_line(item) for item in objects])
+
+
+def to_line(item: Mapping[str, Any]) -> str:
+    """Return an object as a line of JSON, without its end. Numbers as in `plain`."""
+    return json.dumps(plain(item), allow_nan=False)
 
 
 def read_lines(path: Path) -> Iterator[dict[str, Any]]:
     """Yield the objects of a JSON lines file; nothing if there is no such file.
 
-    Raises ValueError for a damaged line, except the last one if it was cut off.
+    Raises RunFilesError for a damaged line, except the last one if it was cut off.
     """
     if not path.exists():
         return
     with open(path, "rb") as file:
         for number, line in enumerate(whole_lines(file), start=1):
-            try:
-                yield json.loads(line)
-            except ValueError as error:
-                raise ValueError(f"{path} line {number} is no JSON: {error}") from error
+            yield _parsed(line, f"{path} line {number}")
+
+
+def _parsed(line: bytes, where: str) -> dict[str, Any]:
+    try:
+        found = json.loads(line)
+    except (ValueError, RecursionError) as error:
+        raise RunFilesError(f"{where} is no JSON: {error}; mend or remove that line") from error
+    if not isinstance(found, dict):
+        raise RunFilesError(f"{where} is no JSON object but {line!r:.80}; mend or remove that line")
+    return found
+
+
+@contextmanager
+def reading(path: Path) -> Iterator[None]:
+    """Turn what a reader of the file's content raises, because it is not what a run writes, into RunFilesError."""
+    try:
+        yield
+    except RaypostError:
+        raise
+    except (
+        KeyError,
+        TypeError,
+        ValueError,
+        AttributeError,
+        IndexError,
+        OverflowError,
+        yaml.YAMLError,
+    ) as error:
+        text = f"it lacks {error}" if isinstance(error, KeyError) else str(error)
+        raise RunFilesError(f"{path} is damaged, it is not what a run writes: {text}") from error
 
 
 def read_last_line(path: Path) -> dict[str, Any]:
-    """Return the last whole object of a JSON lines file, without reading those before it; {} if there is none."""
+    """Return the last whole object of a JSON lines file, without reading those before it; {} if there is none.
+
+    Raises RunFilesError if it is damaged.
+    """
     if not path.exists():
         return {}
     with open(path, "rb") as file:
@@ -88,7 +126,7 @@ def read_last_line(path: Path) -> dict[str, Any]:
             file.seek(start)
             *lines, _ = file.read(end - start).split(b"\n")
             if len(lines) > 1 or start == 0:
-                return dict(json.loads(lines[-1])) if lines else {}
+                return _parsed(lines[-1], f"the last line of {path}") if lines else {}
             size *= 2
 
 

@@ -19,9 +19,10 @@ import numpy as np
 import yaml
 from numpy.typing import NDArray
 
+from raypost.errors import RunFilesError
 from raypost.ledger.ledger import LEDGER_FILE
 from raypost.ledger.summary import LedgerSummary, ledger_summary
-from raypost.metrics import GROUP_S, HELD_OUT, STALENESS, finite_floats
+from raypost.metrics import GROUP_S, HELD_OUT, STALENESS, JudgeFigures, finite_floats
 from raypost.report import files
 from raypost.report.busy_time import SpanTable, span_table
 from raypost.types import RunStatus, Span
@@ -57,6 +58,8 @@ class RunRecord:
     status: RunStatus = "failed"
     """How the last session ended."""
     error: str | None = KILLED
+    problems: list[str] = field(default_factory=list)
+    """What went wrong beside training, in all sessions."""
     not_finite: set[str] = field(default_factory=set)
     """Metrics that were NaN or infinite in some step."""
     spans: SpanTable = field(default_factory=dict)
@@ -80,20 +83,31 @@ class RunRecord:
 
 
 def load_record(run_dir: Path) -> RunRecord:
-    """Read a run folder, also while the run is going on. Raises FileNotFoundError if it holds no run."""
+    """Read a run folder, also while the run is going on.
+
+    Raises FileNotFoundError if it holds no run, and RunFilesError if a file of it is damaged.
+    """
     config_file = run_dir / files.CONFIG
     if not config_file.exists():
         raise FileNotFoundError(f"{run_dir} holds no run: it has no {files.CONFIG}")
-    record = RunRecord(config=yaml.safe_load(config_file.read_text()))
-    times = _read_steps(run_dir, record)
-    record.spans = span_table(Span(**line) for line in files.read_lines(run_dir / files.SPANS))
+    with files.reading(config_file):
+        record = RunRecord(config=dict(yaml.safe_load(config_file.read_text())))
+    with files.reading(run_dir / files.METRICS):
+        times = _read_steps(run_dir, record)
+    with files.reading(run_dir / files.SPANS):
+        record.spans = span_table(Span(**line) for line in files.read_lines(run_dir / files.SPANS))
     times.extend(end for spans in record.spans.values() for end in spans[-1:, 1])
     if (run_dir / LEDGER_FILE).exists():
         record.ledger = ledger_summary(run_dir)
-    starts = _read_events(run_dir, record, times)
+    with files.reading(run_dir / files.EVENTS):
+        starts = _read_events(run_dir, record, times)
+        record.evals = [scores for scores in record.evals if scores["step"] <= record.last_step]
+    if not starts:
+        raise RunFilesError(
+            f"{run_dir / files.EVENTS} does not say when the run started: it is damaged or lost"
+        )
     for start, before in zip(starts, [*starts[1:], float("inf")], strict=True):
         record.sessions.append((start, max((t for t in times if start <= t < before), default=start)))
-    record.evals = [scores for scores in record.evals if scores["step"] <= record.last_step]
     return record
 
 
@@ -136,7 +150,10 @@ def _read_events(run_dir: Path, record: RunRecord, times: array[float]) -> list[
         elif kind == "sync":
             record.syncs.append(line)
         elif kind == "usage":
-            record.usage[-1] = line
+            judges = {task: JudgeFigures(**figures) for task, figures in line.get("judges", {}).items()}
+            record.usage[-1] = {**line, "judges": judges}
+        elif kind == "problem":
+            record.problems.append(line["text"])
         elif kind == "counts":
             record.counts = line
         elif kind == "end":

@@ -156,7 +156,7 @@ def _judges(record: RunRecord) -> dict[str, dict[str, Any]]:
     totals: dict[str, metrics.JudgeFigures] = {}
     for usage in record.usage:
         for task, figures in usage.get("judges", {}).items():
-            totals.setdefault(task, metrics.JudgeFigures()).add(metrics.JudgeFigures(**figures))
+            totals.setdefault(task, metrics.JudgeFigures()).add(figures)
     return {
         task: {
             "calls": total.calls,
@@ -206,6 +206,7 @@ def _problems(report: dict[str, Any], record: RunRecord) -> Iterator[str]:
     for task, judge in report["judges"].items():
         if judge["failed"]:
             yield f"task {task!r}: the judge gave no score for {judge['failed']} responses, in {judge['calls']} calls"
+    yield from dict.fromkeys(record.problems)
     unreachable = {name for usage in record.usage for name in usage.get("unreachable", {})}
     if unreachable:
         yield f"did not answer telemetry at some time: {', '.join(sorted(unreachable))}"

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import json
+import time
 from pathlib import Path
 from typing import Any
 
 from raypost import metrics
 from raypost.config import load_config
+from raypost.owner import owner
 from raypost.report import files
-from raypost.report.formatting import length_bias
+from raypost.report.formatting import length_bias, seconds, steps_of
+from raypost.report.terminal import task_text
 
 STEP_FIGURES = (
     metrics.REWARD_MEAN,
@@ -35,21 +38,56 @@ REPORT_FIGURES = (
 )
 
 
-def run_figures(run_dir: Path) -> dict[str, Any]:
-    """Return the figures of a run by name: of its last step, and of its report once there is one.
+RUNNING, ENDED, DEAD = "RUNNING", "ENDED", "DEAD"
 
-    Raises ConfigError if the configuration in the folder is not one of this version.
+
+def run_state(run_dir: Path) -> str:
+    """Return whether a run is RUNNING, has ENDED, or is DEAD: its driver is gone and closed no record.
+
+    Raises RunFilesError if the record is damaged.
     """
-    num_steps = load_config(run_dir / files.CONFIG).train.num_steps
+    living, last, end = owner(run_dir), 0.0, None
+    path = run_dir / files.EVENTS
+    with files.reading(path):
+        for line in files.read_lines(path):
+            last = max(last, float(line["time_s"]))
+            if line["event"] in ("start", "end"):
+                end = line.get("status")
+    since = (
+        f"last sign of life {seconds(max(0.0, time.time() - last))} ago" if last else "it wrote nothing yet"
+    )
+    if living is not None:
+        return f"{RUNNING}: {living}; {since}"
+    if end is not None:
+        return f"{ENDED}: {end}"
+    return (
+        f"{DEAD}: its driver is gone and closed no record; {since}. The command that started it continues it"
+    )
+
+
+def run_figures(run_dir: Path) -> dict[str, Any]:
+    """Return the figures of a run by name: whether it lives, its last step, and its report once it has ended.
+
+    Raises ConfigError if the configuration in the folder is not one of this version, and RunFilesError for damage.
+    """
+    config = load_config(run_dir / files.CONFIG)
+    state = run_state(run_dir)
     last = files.read_last_line(run_dir / files.METRICS)
-    figures: dict[str, Any] = {"step": f"{last.get('step', 0)} of {num_steps}"}
-    figures |= {name: last[name] for name in STEP_FIGURES if last.get(name) is not None}
+    with files.reading(run_dir / files.METRICS):
+        figures: dict[str, Any] = {
+            "run": state,
+            "steps": steps_of(int(last.get("step", 0)), config.train.num_steps),
+        }
+        figures |= {name: last[name] for name in STEP_FIGURES if last.get(name) is not None}
+        if len(config.tasks) > 1:
+            figures |= {f"task {task.name}": task_text(last, task.name) for task in config.tasks}
     made = run_dir / files.REPORT_JSON
-    if not made.exists():
-        return {"status": "running, or ended without a report", **figures}
-    written = json.loads(made.read_text())
-    figures |= {name: written[name] for name in REPORT_FIGURES if written.get(name) is not None}
-    if written.get("length_bias"):
-        figures["length bias"] = length_bias(written["length_bias"])
-    figures |= {f"groups {name}": count for name, count in written.get("groups", {}).items()}
+    if state.startswith(RUNNING) or not made.exists():
+        return figures
+    with files.reading(made):
+        written = json.loads(made.read_text())
+        figures |= {name: written[name] for name in REPORT_FIGURES if written.get(name) is not None}
+        if written.get("length_bias"):
+            figures["length bias"] = length_bias(written["length_bias"])
+        figures |= {f"groups {name}": count for name, count in written.get("groups", {}).items()}
     return {"report": run_dir / files.REPORT_HTML, **figures}

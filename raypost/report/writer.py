@@ -4,7 +4,7 @@
     metrics.jsonl   a line a step            report.json    figures
     events.jsonl    sessions, evaluations,   report.html    the same with plots, self-contained
                     syncs, counts, memory    timeline.png, curves.png
-    spans.jsonl     who did what when
+    spans.jsonl     who did what when        samples/       trajectories of each step
 
 Invariants: nothing is kept in memory but what the system buffers; everything the report says can be
 computed again from these files (`rebuild`), also after a kill and after a resume, which appends.
@@ -32,6 +32,8 @@ from raypost.report.report_json import build_report, package_versions
 from raypost.types import GroupCounts, RunStatus, Span, SyncReport
 
 TENSORBOARD_FLUSH_S = 10
+MAX_PROBLEMS = 20
+"""Of a session: more would say nothing new."""
 
 log = logging.getLogger(__name__)
 
@@ -50,6 +52,7 @@ class RunWriter:
         self._events = files.LineWriter(run_dir / files.EVENTS)
         self._spans = files.LineWriter(run_dir / files.SPANS)
         self._tensorboard = EventFileWriter(str(run_dir / files.TENSORBOARD), flush_secs=TENSORBOARD_FLUSH_S)
+        self._problems: set[str] = set()
         self._event("start", {"versions": package_versions()}, started_s)
 
     def write_step(self, step: int, metrics: Mapping[str, Any]) -> None:
@@ -79,6 +82,12 @@ class RunWriter:
     def write_counts(self, groups: GroupCounts) -> None:
         """Record where every group is now; the last one written counts."""
         self._event("counts", groups.as_dict())
+
+    def write_problem(self, text: str) -> None:
+        """Record what a reader of the report must know; once for each text."""
+        if text not in self._problems and len(self._problems) < MAX_PROBLEMS:
+            self._problems.add(text)
+            self._event("problem", {"text": text})
 
     def write_usage(
         self,

@@ -21,9 +21,12 @@ from actors.telemetry import MemoryWatch, Telemetry, memory_of, rough_bytes
 from raypost.config import Config
 from raypost.metrics import JudgeFigures
 from raypost.report import files
+from raypost.report.samples import kept_samples
 from raypost.spans import SpanLog
 from raypost.types import GroupCounts, Span, WorkerStats
 from tests import synthetic_run as run
+from tests.unit.test_samples import batch_of
+from tests.unit.tokenizers import write_tokenizer
 
 
 class Source:
@@ -133,6 +136,20 @@ def test_a_run_is_recorded_and_its_report_returned(config: Config) -> None:
     assert (config.run_dir / files.REPORT_HTML).exists()
     again = get(recorder.finish.remote("failed", "asked twice", None))
     assert again == report == json.loads((config.run_dir / files.REPORT_JSON).read_text())
+
+
+@pytest.mark.usefixtures("local_ray")
+def test_samples_of_a_batch_are_kept_and_what_prevents_it_is_a_problem(config: Config) -> None:
+    model = write_tokenizer(config.run_dir.parent / "model")
+    telemetry = ray.remote(Telemetry).options(num_cpus=0).remote(config, {}, None, str(model))
+    batch = batch_of(("default", 4))
+    get(telemetry.log.remote(1, run.metrics(1)))
+    get(telemetry.log_samples.remote(1, [ray.put(batch)]))
+    assert len(kept_samples(config.run_dir, 1).samples) == 4
+    get(telemetry.log_samples.remote(2, [ray.put("no batch")]))
+    report = get(telemetry.finish.remote("finished", None, GroupCounts(sampled=32, trained=32)))
+    (problem,) = report["problems"]
+    assert problem.startswith("samples were not kept: AttributeError")
 
 
 @pytest.mark.usefixtures("local_ray")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import time
 from collections import Counter
@@ -13,6 +14,7 @@ import pytest
 import yaml
 
 from jobs.private_cluster import PrivateCluster
+from raypost.report.samples import kept_samples
 from tests.jobs.job import DEADLINE_S, ROOT, Job, assert_adds_up, assert_never_older, processes
 
 pytestmark = pytest.mark.timeout(900)
@@ -125,6 +127,26 @@ def test_two_tasks_at_their_own_pace_one_of_them_in_an_environment(
     assert rewards <= {0.0, 0.5}
     ages = {line["staleness"] for line in lines if line["event"] == "leased" and line["task"] == "game"}
     assert ages == {0}
+    assert_each_task_is_told_apart(job)
+
+
+def assert_each_task_is_told_apart(job: Job) -> None:
+    """By the metrics of steps and report, on the terminal, and in the samples that were kept."""
+    tasks = job.report()["tasks"]
+    for task, trained in (("sums", 13), ("game", 7)):
+        assert tasks[task]["samples_trained"] == 4 * trained
+        assert tasks[task]["staleness_max"] <= 1 and tasks[task]["group_s"]["p50"] > 0
+        means = [step[f"raw_reward_mean/{task}"] for step in job.steps() if f"raw_reward_mean/{task}" in step]
+        assert means and all(0 <= mean <= 1 for mean in means)
+        assert re.search(rf"^  {task} +reward ", job.output(), re.MULTILINE)
+    for step in range(1, 6):
+        kept = kept_samples(job.run_dir, step).samples
+        assert Counter(sample["task"] for sample in kept) == {"sums": 4, "game": 4}
+        for sample in kept:
+            assert sample["prompt"] and len(sample["logprobs"]) == len(sample["response_ids"])
+            assert max(sample["policy_versions"]) < step
+            assert "".join(segment["text"] for segment in sample["segments"]).strip()
+    assert any(len(sample["segments"]) > 1 for sample in kept if sample["task"] == "game"), "observed tokens"
 
 
 def test_stopped_job_saves_and_the_same_command_continues_within_the_staleness_bound(

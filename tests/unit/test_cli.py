@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 import threading
@@ -19,6 +20,7 @@ from raypost import cli
 from raypost.cli.submission import Submission, job_environment
 from raypost.errors import ClusterError, ConfigError
 from raypost.ledger.ledger import LEDGER_FILE, Ledger
+from raypost.owner import owning
 from raypost.plan.cluster import ClusterResources
 from raypost.types import GroupCounts
 from tests.factories import everything_below, plain_config
@@ -352,15 +354,56 @@ def test_status_follows_a_run_to_its_report(recipe: Path, tmp_path: Path) -> Non
     writer.write_step(2, {"reward_mean": 0.25, "loss": 0.25, "staleness": [0, 1]})
     result = run("status", config.run_dir)
     assert result.exit_code == 0, result.output
-    for part in ("2 of 4", "0.25", "running, or ended without a report"):
+    for part in ("2 of 4", "0.25", "DEAD: its driver is gone and closed no record; last sign of life"):
         assert part in result.stdout
+    with owning(config.run_dir):
+        result = run("status", config.run_dir)
+        assert f"RUNNING: process {os.getpid()} on " in result.stdout and "DEAD" not in result.stdout
     ledger = Ledger(config.run_dir / LEDGER_FILE)
     ledger.sampled(("sums", 0))
     ledger.flush()
     writer.finish("finished", None, GroupCounts(sampled=3, trained=3))
     result = run("status", config.run_dir)
-    for part in ("finished", "groups trained", "groups lost", "report.html", "no group grew too old"):
+    for part in ("ENDED: finished", "groups trained", "groups lost", "report.html", "no group grew too old"):
         assert part in result.stdout
+    with owning(config.run_dir):
+        again = run("status", config.run_dir).stdout
+        assert "RUNNING" in again and "finished" not in again, (
+            "the report of the session before says nothing of it"
+        )
     (config.run_dir / "report.html").unlink()
     result = run("report", config.run_dir)
     assert (result.exit_code, (config.run_dir / "report.html").is_file()) == (0, True), result.output
+
+
+DAMAGE = {
+    "metrics.jsonl": [b"{broken", b"[]", b"{}", b'{"step": "one", "time_s": 1}', b'{"step": 1}', b"\xff"],
+    "events.jsonl": [b"{broken", b"3", b"{}", b'{"event": "start"}', b'{"event": "eval", "time_s": 1}',
+                     b'{"event": "usage", "time_s": 1, "judges": 3}', b'{"event": "counts", "time_s": null}'],
+    "spans.jsonl": [b"{broken", b'{"actor": "a"}'],
+    "report.json": [b"{broken", b"[]", b'{"groups": 3}'],
+    "config.yaml": [b"{broken", b"[]", b"name: [", b"\xff"],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "line"), [(name, line) for name, lines in DAMAGE.items() for line in lines])
+def test_status_and_report_of_a_damaged_run_are_a_sentence(
+    recipe: Path, tmp_path: Path, name: str, line: bytes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from raypost.config import load_config
+    from raypost.report import writer
+
+    monkeypatch.setattr(writer, "_draw", lambda *_: None)
+    config = load_config(recipe)
+    recorder = writer.RunWriter(config.run_dir, config)
+    recorder.write_step(1, {"reward_mean": 0.125})
+    recorder.finish("finished", None, GroupCounts(sampled=3, trained=3))
+    path = config.run_dir / name
+    whole = path.read_bytes() if path.exists() else b""
+    path.write_bytes(whole + line + b"\n" if name.endswith("jsonl") else line)
+    for command in ("report", "status"):
+        result = run(command, config.run_dir)
+        assert result.exit_code in (0, 2), (command, result.exception)
+        assert "Traceback" not in result.output
+        if result.exit_code == 2:
+            assert name in result.stderr
