@@ -17,7 +17,7 @@ from collections import defaultdict
 
 from raypost.config import Config, TaskConfig
 from raypost.data.prompt import render
-from raypost.data.task_source import held_out
+from raypost.data.task_source import evaluation_prompts
 from raypost.data.tokenizer import Tokenizer
 from raypost.errors import RaypostError, StaleWeightsError, WaitTimeoutError
 from raypost.metrics import EVAL_TOKENS_MEAN
@@ -70,7 +70,7 @@ class Evaluator:
             min_tokens=task.min_tokens,
         )
         groups = []
-        for n, prompt in enumerate(held_out(task, self._config.seed, options.num_prompts)):
+        for n, prompt in enumerate(evaluation_prompts(self._config, task, options.num_prompts)):
             prompt_ids = render(prompt, self._tokenizer, task)
             states = [
                 RolloutState(

@@ -6,7 +6,7 @@ import argparse
 import os
 from pathlib import Path
 
-from raypost.cli.runtime import HOME
+import raypost
 from raypost.config import Config, load_config
 
 TRIED = "--tried"
@@ -30,7 +30,8 @@ def parser(description: str | None, prog: str | None = None) -> argparse.Argumen
 
 def python_path(folder: Path) -> str:
     """Return the PYTHONPATH of a run whose working directory is `folder`: modules there, then raypost's own."""
-    return os.pathsep.join([str(folder), str(HOME), *filter(None, [os.environ.get("PYTHONPATH")])])
+    home = Path(raypost.__file__).resolve().parents[1]
+    return os.pathsep.join([str(folder), str(home), *filter(None, [os.environ.get("PYTHONPATH")])])
 
 
 def config_of(args: argparse.Namespace) -> Config:

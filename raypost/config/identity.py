@@ -20,6 +20,7 @@ _PLACES: dict[str, Any] = {
     "trackers": True,
     "model": {"cache_dir"},
     "tasks": {"__all__": {"source": {"index_dir"}}},
+    "eval": {"source": {"index_dir"}},
 }
 
 

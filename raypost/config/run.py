@@ -16,6 +16,7 @@ from pydantic import Field, ValidationError, model_validator
 from pydantic_core import ErrorDetails
 
 from raypost.config.resources import ConfigModel, EnginePoolConfig, PoolConfig
+from raypost.config.source import SourceConfig
 from raypost.config.tasks import TaskConfig
 from raypost.config.train import TrainConfig
 from raypost.errors import ConfigError
@@ -117,8 +118,14 @@ class BufferConfig(ConfigModel):
 class EvalConfig(ConfigModel):
     """Held-out evaluation."""
 
+    source: SourceConfig | None = None
+    """Problems for evaluation alone, of which the first `num_prompts` that differ are used; null: one question in ten
+    of each task's own source, which is held out from training."""
+    task: str | None = None
+    """Name of the task that `source` evaluates, by its judge and prompt template; null: the only one. Others are
+    evaluated on what they hold out."""
     num_prompts: Annotated[int, Field(ge=0)] = 128
-    """Held-out prompts of each task; 0: no evaluation."""
+    """Evaluation prompts of each task; 0: no evaluation."""
     samples: Annotated[int, Field(ge=1)] = 1
     """Responses to each prompt."""
     pass_threshold: float = 1.0
@@ -253,9 +260,37 @@ class Config(ConfigModel):
         leaves = stopping or self.save_due(step) or taken or not all(t.strategy.continues for t in self.tasks)
         return "abort" if leaves and self.sync.pause_mode == "keep" else self.sync.pause_mode
 
+    def evaluated(self, task: TaskConfig) -> TaskConfig | None:
+        """Return the task with the source that evaluates it; None if that is what its own holds out."""
+        source = self.eval.source
+        if source is None or self.eval.task not in (None, task.name):
+            return None
+        return task.model_copy(update={"source": source.model_copy(update={"hold_out": False})})
+
+    @model_validator(mode="before")
+    @classmethod
+    def _train_on_all(cls, data: Any) -> Any:
+        """Hold nothing out of a task that has evaluation problems of its own, unless the configuration says so."""
+        options, tasks = (data.get("eval"), data.get("tasks")) if isinstance(data, dict) else (None, None)
+        if not (isinstance(options, dict) and options.get("source") and isinstance(tasks, list | tuple)):
+            return data
+
+        def trained(task: Any) -> Any:
+            names = (None, task.get("name", "default")) if isinstance(task, dict) else ()
+            if options.get("task") not in names or not isinstance(task.get("source"), dict):
+                return task
+            return {**task, "source": {"hold_out": False, **task["source"]}}
+
+        return {**data, "tasks": [trained(task) for task in tasks]}
+
     @model_validator(mode="after")
     def _parts_agree(self) -> Config:
-        problems = [*self._name_problems(), *self._interval_problems(), *self._batch_problems()]
+        problems = [
+            *self._name_problems(),
+            *self._eval_problems(),
+            *self._interval_problems(),
+            *self._batch_problems(),
+        ]
         if problems:
             raise ValueError("\n".join(problems))
         return self
@@ -272,6 +307,27 @@ class Config(ConfigModel):
         if sum(task.weight for task in self.tasks) <= 0:
             problems.append("the tasks' weights sum to 0: give at least one task a positive weight")
         return problems + self._reward_model_problems()
+
+    def _eval_problems(self) -> list[str]:
+        options, names, problems = self.eval, [task.name for task in self.tasks], []
+        if options.task is not None and (options.source is None or options.task not in names):
+            fix = "set eval.source, or leave it out" if options.source is None else f"name one of {names}"
+            problems.append(f"eval.task is {options.task!r}, which needs eval.source and a task: {fix}")
+        if options.source is not None and options.task is None and len(names) > 1:
+            problems.append(f"eval.source evaluates one task, and there are {names}: name it by eval.task")
+        for task in self.tasks:
+            judged = {judge.kind for _, judge in task.judge.every()} if self.evaluated(task) else set()
+            if options.source and options.source.kind != "reasoning_gym" and "reasoning_gym" in judged:
+                problems.append(
+                    f"task {task.name!r}: judge.kind is 'reasoning_gym', but eval.source.kind is "
+                    f"{options.source.kind!r}, which has no scorer: use eval.source.kind 'reasoning_gym'"
+                )
+            if options.num_prompts and not task.source.hold_out and self.evaluated(task) is None:
+                problems.append(
+                    f"task {task.name!r}: source.hold_out is false, so there is nothing to evaluate it on: set "
+                    "eval.source, or eval.num_prompts: 0"
+                )
+        return problems
 
     def _reward_model_problems(self) -> list[str]:
         problems = []

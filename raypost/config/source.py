@@ -40,6 +40,9 @@ class SourceConfig(ConfigModel):
     index_dir: Path | None = Path("~/.cache/raypost/index")
     """Folder that keeps what was found out about a source: where the rows of jsonl files are, and how long the prompts
     are in a model's tokens. What did not change is then read whole once, and not at every start. null keeps nothing."""
+    hold_out: bool = True
+    """Keep one question in ten, chosen by its text alone, from training, for evaluation. Where nothing else is said it
+    is false for a task that `eval.source` evaluates."""
     num_workers: Annotated[int, Field(ge=0)] = 0
     """Processes that read and tokenise prompts ahead; 0: the producer does so itself when it needs one."""
 

@@ -54,7 +54,7 @@ class GymSource:
             raise IndexError(f"index {index} of a source of {self._size} problems")
         for probe in range(_PROBES):
             entry = self._dataset[(index + probe * 7919) % self._size]
-            if not is_held_out(entry["question"]):
+            if not (self._task.source.hold_out and is_held_out(entry["question"])):
                 return _gym_prompt(self._task, entry)
         raise ConfigError(
             f"task {self._task.name!r}: {_PROBES} problems of {self._task.source.dataset!r} in a row are held "

@@ -83,7 +83,8 @@ class JsonlRows(Rows):
         self._open: dict[int, IO[bytes]] = {}
         self._index_dir = source.index_dir
         self._read_for = [source.messages_field is not None, source.prompt_field, source.answer_field]
-        self._read_for += [task.needs_answers, list(source.ignore_fields), source.size, HELD_OUT_ONE_IN]
+        self._read_for += [task.needs_answers, list(source.ignore_fields), source.size]
+        self._read_for += [HELD_OUT_ONE_IN if source.hold_out else 0]
         self._split: Split | None = None
         index = load_index(self._index_dir, self._files.stamps, self._read_for)
         if index is not None:

@@ -103,7 +103,7 @@ def _split(task: TaskConfig, rows: Rows, seconds: float | None) -> Split:
             raise reserved(there, rows.place(number))
         digest = question_digest(question)
         content.update(digest)
-        if not is_held_out_digest(digest):
+        if not (source.hold_out and is_held_out_digest(digest)):
             trained.append(number)
         if deadline is not None and trained and time.monotonic() > deadline:
             return Split(trained, content.hexdigest())
@@ -131,7 +131,10 @@ class StreamSource:
 
     def prompts(self) -> Iterator[Prompt]:
         """Return one pass over them. Raises ConfigError if a row holds no prompt."""
-        return (one for one in stream_prompts(self._task) if not is_held_out(one.metadata["question"]))
+        every = stream_prompts(self._task)
+        if not self._task.source.hold_out:
+            return every
+        return (one for one in every if not is_held_out(one.metadata["question"]))
 
 
 class SequenceRows(Rows):

@@ -15,9 +15,9 @@ from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 
-from raypost.config import TaskConfig
+from raypost.config import Config, TaskConfig
 from raypost.data.gym import GymSource, gym_held_out
 from raypost.data.prompt import HELD_OUT_ONE_IN, Prompt, is_held_out
 from raypost.data.rows import HubRows, JsonlRows, ParquetRows, Rows
@@ -73,6 +73,34 @@ def check_source(task: TaskConfig, seed: int) -> list[Prompt]:
             f"task {task.name!r}: reading source.dataset {task.source.dataset!r} failed with "
             f"{type(error).__name__}: {error}"
         ) from error
+
+
+def evaluation_prompts(config: Config, task: TaskConfig, num_prompts: int) -> list[Prompt]:
+    """Return up to `num_prompts` distinct prompts that evaluate `task`: of `eval.source`, or held-out ones.
+
+    Raises ConfigError if there are none.
+    """
+    own = config.evaluated(task)
+    if own is None:
+        return held_out(task, config.seed, num_prompts)
+    found = _distinct(_first(build_source(own, config.seed)), num_prompts)
+    if not found:
+        raise ConfigError(f"eval.source {own.source.dataset!r} gives no prompt: give it at least one")
+    return found
+
+
+def also_trained(task: TaskConfig, seed: int, prompts: Sequence[Prompt]) -> int:
+    """Return how many of the evaluation prompts are found among those trained on, looking for at most CHECK_S."""
+    questions, deadline = (
+        {prompt.metadata["question"].strip() for prompt in prompts},
+        time.monotonic() + CHECK_S,
+    )
+    found = set[str]()
+    for prompt in _first(build_source(task, seed)):
+        found |= questions & {prompt.metadata["question"].strip()}
+        if time.monotonic() > deadline:
+            break
+    return len(found)
 
 
 def held_out(task: TaskConfig, seed: int, num_prompts: int = HELD_OUT_LIMIT) -> list[Prompt]:

@@ -17,8 +17,8 @@ from typing import Any, ParamSpec
 
 from raypost.config import Config, ModelConfig, TaskConfig, load_config
 from raypost.config.identity import run_identity
-from raypost.data.prompt import render
-from raypost.data.task_source import check_source, held_out
+from raypost.data.prompt import Prompt, render
+from raypost.data.task_source import check_source, evaluation_prompts
 from raypost.data.tokenizer import Tokenizer
 from raypost.errors import ConfigError
 from raypost.judges.function import try_function
@@ -206,14 +206,21 @@ def _unreadable(task: TaskConfig, config: Config) -> list[str]:
     """Check that the model `tiny`, if that is trained, has words for the source's text."""
     if config.model.name != TINY:
         return []
-    for prompt in check_source(task, config.seed):
-        if not tiny.READABLE.fullmatch(prompt.text):
+    for one in filter(None, (task, config.evaluated(task))):
+        unread = [p for p in check_source(one, config.seed) if not tiny.READABLE.fullmatch(p.text)]
+        if unread:
             return [
                 f"task {task.name!r}: the model {TINY!r} can read nothing but sums as reasoning-gym's {tiny.DATASET} "
-                f"writes them, and the source {task.source.dataset!r} has the prompt {prompt.text!r:.80}: use such "
+                f"writes them, and the source {one.source.dataset!r} has the prompt {unread[0].text!r:.80}: use such "
                 "sums, or another model"
             ]
     return []
+
+
+def _own_prompts(task: TaskConfig, config: Config) -> list[Prompt]:
+    """Return the first prompts of the source that evaluates the task, if there is one."""
+    own = config.evaluated(task)
+    return check_source(own, config.seed) if own is not None else []
 
 
 def _unknown_gym_names(task: TaskConfig) -> list[str]:
@@ -242,8 +249,9 @@ def _unknown_gym_names(task: TaskConfig) -> list[str]:
 def _prompt_problems(task: TaskConfig, config: Config, tokenizer: Tokenizer | None) -> list[str]:
     """Check that the source gives prompts, held-out ones too, and that the first of them fit."""
     prompts = check_source(task, config.seed)
+    prompts += _own_prompts(task, config)
     if config.eval.num_prompts and task.source.kind != "reasoning_gym":
-        held_out(task, config.seed, num_prompts=1)
+        evaluation_prompts(config, task, num_prompts=1)
     if tokenizer is None:
         return []
     deadline, longest = time.monotonic() + PROMPT_CHECK_S, 0

@@ -11,8 +11,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from raypost.config import Config
+from raypost.config import Config, TaskConfig
 from raypost.config.identity import run_digest
+from raypost.data.task_source import also_trained, evaluation_prompts
 from raypost.errors import ClusterError, ConfigError
 from raypost.plan.checks import (
     CONFIG_FILE,
@@ -136,7 +137,21 @@ def _batch(config: Config) -> dict[str, str]:
         "requests in flight": f"the staleness bound allows {_requests(config)}, for {rollout.num_slots} slots "
         f"({rollout.num_engines} worker(s) x max_num_seqs {rollout.max_num_seqs})",
         "groups produced ahead": f"at most {steps_ahead * train.batch_size} ({steps_ahead} batch(es))",
+        "evaluation": "; ".join(_evaluation(task, config) for task in config.tasks),
     }
+
+
+def _evaluation(task: TaskConfig, config: Config) -> str:
+    """Say on how many prompts a task is evaluated, and which."""
+    wanted, own = config.eval.num_prompts, config.evaluated(task)
+    if not wanted:
+        return f"{task.name}: none"
+    source = (own or task).source
+    # Making problems may take long; there are as many as one asks for.
+    made = source.kind == "reasoning_gym"
+    count = f"up to {wanted}" if made else str(len(evaluation_prompts(config, task, wanted)))
+    where = source.dataset if own is not None else f"held out of {source.dataset}"
+    return f"{task.name}: {count} prompts x {config.eval.samples}, {where}"
 
 
 def _transport(config: Config) -> str:
@@ -158,6 +173,14 @@ def _warnings(config: Config) -> Iterator[str]:
             f"{slots - requests} of the engines' {slots} slots stay empty: the staleness bound allows {requests} "
             "requests; raise max_staleness or train.batch_size, or lower rollout.max_num_seqs"
         )
+    for task in config.tasks:
+        if config.eval.num_prompts and config.evaluated(task) and task.source.kind != "reasoning_gym":
+            found = evaluation_prompts(config, task, config.eval.num_prompts)
+            if shared := also_trained(task, config.seed, found):
+                yield (
+                    f"task {task.name!r}: {shared} of the {len(found)} prompts of eval.source are trained on too, so "
+                    "its score says less: remove them from one of the two"
+                )
     checkpoint, evaluation = config.checkpoint, config.eval
     if checkpoint.keep_best and checkpoint.interval and evaluation.num_prompts and not evaluation.interval:
         yield (
