@@ -6,15 +6,35 @@ the critic. How much that is in all, and whether a cluster has it, is in plan/cl
 
 from __future__ import annotations
 
-from typing import Annotated
+import functools
+from typing import Annotated, Any, get_args
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator
+
+
+@functools.cache
+def _number_fields(model: type[BaseModel]) -> frozenset[str]:
+    """Return the names of the fields that hold a number and nothing like a truth value."""
+
+    def kinds(annotation: Any) -> set[Any]:
+        return {annotation}.union(*map(kinds, get_args(annotation)))
+
+    found = {name: kinds(field.annotation) for name, field in model.model_fields.items()}
+    return frozenset(name for name, those in found.items() if those & {int, float} and bool not in those)
 
 
 class ConfigModel(BaseModel):
     """Base of all parts of a configuration: frozen, without unknown keys, infinities or NaN."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True, allow_inf_nan=False)
+
+    @field_validator("*", mode="before")
+    @classmethod
+    def _no_truth_for_a_number(cls, value: Any, info: ValidationInfo) -> Any:
+        # Python takes True for 1: `num_steps: yes` would be a run of one step.
+        if isinstance(value, bool) and info.field_name in _number_fields(cls):
+            raise ValueError(f"must be a number, got {value}: write one")
+        return value
 
 
 class WorkerPoolConfig(ConfigModel):

@@ -11,7 +11,6 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args
 
-import yaml
 from pydantic import Field, ValidationError, model_validator
 from pydantic_core import ErrorDetails
 
@@ -19,6 +18,7 @@ from raypost.config.resources import ConfigModel, EnginePoolConfig, PoolConfig
 from raypost.config.source import SourceConfig
 from raypost.config.tasks import TaskConfig
 from raypost.config.train import TrainConfig
+from raypost.config.yaml_text import parse_yaml
 from raypost.errors import ConfigError
 from raypost.pause import PauseMode
 
@@ -175,7 +175,7 @@ class Config(ConfigModel):
     """Name of the run folder below `runs_dir`."""
     runs_dir: Path = Path("runs")
     """Folder of all run folders."""
-    seed: int = 0
+    seed: Annotated[int, Field(ge=0, lt=2**32)] = 0
     """Seed of everything random: the order of prompts, sampling, new weights."""
     device: Device = "cpu"
     """Where engines and trainer ranks compute."""
@@ -406,10 +406,10 @@ class Config(ConfigModel):
 def load_config(path: Path, overrides: list[str] | None = None) -> Config:
     """Read a YAML file and apply `a.b=value` overrides (values are YAML). Raises ConfigError."""
     try:
-        raw = yaml.safe_load(path.read_text())
+        raw = parse_yaml(path.read_text(encoding="utf-8"), str(path))
     except OSError as error:
         raise ConfigError(f"cannot read configuration {path}: {error.strerror}") from error
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
+    except UnicodeDecodeError as error:
         raise ConfigError(f"{path} is no YAML: {error}") from error
     if not isinstance(raw, dict):
         raise ConfigError(f"{path} must hold a mapping, got {type(raw).__name__}")
@@ -460,13 +460,14 @@ def _apply_override(raw: dict[str, Any], override: str) -> None:
     if not equals or not key:
         raise ConfigError(f"override {override!r} must read key=value, for instance train.num_steps=10")
     node: Any = raw
+    value = parse_yaml(text, f"override {override!r:.120}")
     parts = key.split(".")
     try:
         for part in parts[:-1]:
             node = node[int(part)] if isinstance(node, list) else node.setdefault(part, {})
         if isinstance(node, list):
-            node[int(parts[-1])] = yaml.safe_load(text)
+            node[int(parts[-1])] = value
         else:
-            node[parts[-1]] = yaml.safe_load(text)
-    except (ValueError, IndexError, TypeError, AttributeError, yaml.YAMLError) as error:
+            node[parts[-1]] = value
+    except (ValueError, IndexError, TypeError, AttributeError) as error:
         raise ConfigError(f"override {override!r} does not fit the configuration: {error}") from None

@@ -101,6 +101,11 @@ class Tokenizer:
         return int(self._backend.get_vocab_size(with_added_tokens=True))
 
     @property
+    def largest_id(self) -> int:
+        """Largest id of a token."""
+        return max(self._backend.get_vocab(with_added_tokens=True).values(), default=0)
+
+    @property
     def has_chat_template(self) -> bool:
         """Whether `chat` works."""
         return self._chat_template is not None

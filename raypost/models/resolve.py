@@ -19,9 +19,9 @@ from pathlib import Path
 
 from raypost.checkpoint import share_weights
 from raypost.config import ModelConfig
-from raypost.data.tokenizer import Tokenizer
 from raypost.errors import ConfigError
 from raypost.models import smollm2, tiny
+from raypost.models.folder_check import check_folder
 
 log = logging.getLogger(__name__)
 
@@ -45,11 +45,31 @@ def check_model(model: ModelConfig) -> None:
         return
     folder = Path(model.name).expanduser()
     if folder.is_dir():
-        if not (folder / "config.json").is_file():
-            raise ConfigError(f"model folder {folder} has no config.json: it is no Hugging Face model")
-        Tokenizer.load(folder)
+        check_folder(folder)
     elif _looks_like_path(model.name):
         raise ConfigError(f"model folder {folder} does not exist: give a Hugging Face folder, or 'tiny'")
+    elif (found := hub_folder(model.name)) is not None:
+        check_folder(found, weights=False)
+    elif "/" not in model.name:
+        raise ConfigError(
+            f"model {model.name!r} is neither a folder nor {TINY!r} nor {SMOLLM2!r}: give a Hugging Face folder, or a "
+            "hub id, OWNER/NAME"
+        )
+
+
+def hub_folder(hub_id: str) -> Path | None:
+    """Return the folder of a model of which the tokenizer, at least, was fetched from the hub; None for no such."""
+    try:
+        from huggingface_hub import try_to_load_from_cache
+
+        file = try_to_load_from_cache(hub_id, "config.json")
+    except ValueError:  # what the hub's library raises for a name that is no id
+        return None
+    return (
+        Path(file).parent
+        if isinstance(file, str) and (Path(file).parent / "tokenizer.json").is_file()
+        else None
+    )
 
 
 def resolve_model(model: ModelConfig, seed: int, cache_dir: Path) -> Path:

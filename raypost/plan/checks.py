@@ -7,13 +7,12 @@ or starts anything that outlives it, and none takes longer than about a second; 
 from __future__ import annotations
 
 import dataclasses
-import json
 import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from difflib import get_close_matches
 from pathlib import Path
-from typing import Any, ParamSpec
+from typing import Any
 
 from raypost.config import Config, ModelConfig, TaskConfig, load_config
 from raypost.config.identity import run_identity
@@ -26,10 +25,8 @@ from raypost.judges.reward_model import check_reward_model
 from raypost.models import tiny
 from raypost.models.resolve import SMOLLM2, TINY, check_model
 from raypost.owner import OF_NO_RUN, owner
-from raypost.plan.cluster import engine_pools
+from raypost.plan.models import local_folder, problem
 from raypost.trainer.batch.sft import check_examples
-
-P = ParamSpec("P")
 
 CONFIG_FILE = "config.yaml"
 """The resolved configuration in a run folder; it tells which run the folder holds."""
@@ -41,53 +38,6 @@ PROMPT_CHECK_S = 0.3
 """How long prompts of a task are tokenised before a run starts, at most."""
 
 
-def _problem(check: Callable[P, object], *args: P.args, **kwargs: P.kwargs) -> list[str]:
-    """Return the message of the ConfigError that a check raises, if any, as a list."""
-    try:
-        check(*args, **kwargs)
-    except ConfigError as error:
-        return [str(error)]
-    return []
-
-
-def model_problems(config: Config) -> list[str]:
-    """Check that the model exists, that the run fits it, and that its tokenizer can end a response."""
-    problems = _problem(check_model, config.model)
-    folder = _local_folder(config)
-    if config.device == "cpu":
-        problems += [
-            f"{place}.tensor_parallel_size is {of.tensor_parallel_size}, but device is cpu, where an engine is one "
-            "process: use 1"
-            for place, of in engine_pools(config).items()
-            if of.tensor_parallel_size > 1
-        ]
-    if config.model.name == TINY:
-        problems += _fit_problems(config, {"max_position_embeddings": tiny.MAX_POSITIONS})
-    if problems or folder is None:
-        return problems
-    try:
-        problems += _fit_problems(config, json.loads((folder / "config.json").read_text()))
-    except ValueError as error:
-        problems.append(f"{folder / 'config.json'} is no JSON: {error}")
-    return problems
-
-
-def _fit_problems(config: Config, model: dict[str, Any]) -> Iterator[str]:
-    """Check the run against the sizes of the model."""
-    positions, heads = model.get("max_position_embeddings"), model.get("num_attention_heads")
-    ranks = config.rollout.tensor_parallel_size
-    if positions is not None and positions < config.max_model_len:
-        yield (
-            f"max_prompt_tokens + max_tokens is {config.max_model_len}, but model {config.model.name} has "
-            f"{positions} positions (max_position_embeddings): lower max_tokens"
-        )
-    if heads is not None and heads % ranks:
-        yield (
-            f"rollout.tensor_parallel_size is {ranks}, but model {config.model.name} has {heads} attention "
-            f"heads: use a divisor of {heads}"
-        )
-
-
 def composition_problems(config: Config) -> Iterator[str]:
     """Check what the placement can do, and the models beside the policy: critic, reference, reward models."""
     if config.placement == "colocate":
@@ -97,7 +47,7 @@ def composition_problems(config: Config) -> Iterator[str]:
         yield from _reference_problems(config)
     critic = config.train.critic
     if critic is not None and critic.name is not None:
-        yield from _problem(check_model, ModelConfig(name=critic.name))
+        yield from problem(check_model, ModelConfig(name=critic.name))
     if critic is not None and config.train.batch_size % critic.num_workers:
         yield (
             f"train.batch_size is {config.train.batch_size} groups, not divisible by train.critic.num_workers "
@@ -123,9 +73,9 @@ def _reward_model_problems(config: Config) -> Iterator[str]:
                 "sequence classifier with one output"
             )
         elif folder.is_dir():
-            yield from _problem(check_reward_model, model, folder)
+            yield from problem(check_reward_model, model, folder)
         else:
-            yield from _problem(check_model, ModelConfig(name=model.model))
+            yield from problem(check_model, ModelConfig(name=model.model))
 
 
 def _reference_problems(config: Config) -> Iterator[str]:
@@ -175,7 +125,7 @@ def source_problems(config: Config, *, tried: bool = False) -> Iterator[str]:
     """
     tokenizer = _local_tokenizer(config)
     if (sft := config.train.sft) is not None:
-        yield from _problem(check_examples, sft, tokenizer, config.max_model_len, PROMPT_CHECK_S)
+        yield from problem(check_examples, sft, tokenizer, config.max_model_len, PROMPT_CHECK_S)
     for task in config.tasks:
         try:
             yield from (
@@ -269,17 +219,11 @@ def _prompt_problems(task: TaskConfig, config: Config, tokenizer: Tokenizer | No
 
 def _local_tokenizer(config: Config) -> Tokenizer | None:
     """Return the model's tokenizer if it is on this machine and can be read."""
-    folder = _local_folder(config)
+    folder = local_folder(config)
     try:
         return Tokenizer.load(folder) if folder else None
     except ConfigError:
         return None
-
-
-def _local_folder(config: Config) -> Path | None:
-    """Return the model's folder if the configuration names one, and no known model or hub id."""
-    folder = Path(config.model.name).expanduser()
-    return folder if config.model.name not in (TINY, SMOLLM2) and folder.is_dir() else None
 
 
 def run_dir_problems(config: Config) -> list[str]:

@@ -18,7 +18,6 @@ from raypost.errors import ClusterError, ConfigError
 from raypost.plan.checks import (
     CONFIG_FILE,
     composition_problems,
-    model_problems,
     run_dir_problems,
     source_problems,
 )
@@ -33,6 +32,7 @@ from raypost.plan.cluster import (
     rank_pools,
     shortages,
 )
+from raypost.plan.models import model_problems, model_warnings
 from raypost.plan.schedule import (
     Bound,
     bound,
@@ -167,6 +167,7 @@ def _warnings(config: Config) -> Iterator[str]:
     rollout, train = config.rollout, config.train
     for task in config.tasks:
         yield from (f"task {task.name!r}: {text}" for text in strategy_warnings(task, config))
+    yield from model_warnings(config)
     slots, requests = rollout.num_slots, _requests(config)
     if requests < slots:
         yield (

@@ -219,7 +219,7 @@ def test_overrides_reach_nested_values_lists_and_sections_that_the_file_lacks(tm
         ("tasks.x.group_size=4", "does not fit"),
         ("tasks.7.group_size=4", "does not fit"),
         ("seed.x=4", "does not fit"),
-        ("train.num_steps=[1", "does not fit"),
+        ("train.num_steps=[1", "is no YAML"),
         ("train.num_stepz=1", "did you mean num_steps?"),
         ("train.num_steps=none", "got 'none'"),
     ],
@@ -255,3 +255,52 @@ def test_configuration_written_as_yaml_reads_back_equal(tmp_path: Path) -> None:
     config = make_config(train__learning_rate=1e-6, sync__canary_tolerance=None, name="a-1")
     path = write(tmp_path, config.model_dump(mode="json"))
     assert load_config(path) == config
+
+
+# ---------------------------------------------------------------- YAML
+
+BOMB = "a0: &a0 [1, 1]\n" + "".join(f"a{n}: &a{n} [*a{n - 1}, *a{n - 1}]\n" for n in range(1, 40))
+
+
+@pytest.mark.parametrize(
+    ("text", "parts"),
+    [
+        ("seed: 1\nname: a\nseed: 2\n", ["the key 'seed' twice", "at lines 1 and 3"]),
+        ("train:\n  lora: {rank: 1, rank: 2}\n", ["the key 'rank' twice", "at lines 2 and 2"]),
+        (BOMB, ["more than 50000 values at line 15", "aliases"]),
+        ("a: " + "[" * 5000 + "]" * 5000, ["nests deeper than 100 levels at line 1"]),
+        ("a: &a [*a]", ["stands inside what it names"]),
+        ("a: 2026-99-99", ["is no YAML", "month"]),
+        ("a: {b: }}", ["is no YAML"]),
+    ],
+)
+def test_yaml_that_is_more_than_it_looks_is_refused(tmp_path: Path, text: str, parts: list[str]) -> None:
+    (tmp_path / "config.yaml").write_text(text)
+    with pytest.raises(ConfigError) as caught:
+        load_config(tmp_path / "config.yaml")
+    assert [part for part in ["config.yaml", *parts] if part not in str(caught.value)] == [], caught.value
+
+
+def test_aliases_that_are_no_bomb_and_merged_keys_are_read(tmp_path: Path) -> None:
+    raw = yaml.safe_dump(plain_config())
+    text = raw + "rollout: &pool {num_workers: 2}\neval: {pool: {<<: *pool, name: e, num_workers: 3}}\n"
+    (tmp_path / "config.yaml").write_text(text)
+    config = load_config(tmp_path / "config.yaml")
+    assert (
+        config.rollout.num_workers == 2 and config.eval.pool is not None and config.eval.pool.num_workers == 3
+    )
+
+
+@pytest.mark.parametrize(
+    "place", ["train__num_steps", "train__learning_rate", "seed", "tasks__0__source__size"]
+)
+def test_a_truth_value_is_no_number(place: str) -> None:
+    assert f"{place.replace('__', '.')}: must be a number, got True" in refusal_of(
+        plain_config(**{place: True})
+    )
+    assert make_config(train__packing=False).train.packing is False
+
+
+@pytest.mark.parametrize("seed", [-1, 2**32])
+def test_a_seed_that_some_generator_refuses_is_refused(seed: int) -> None:
+    assert f"seed: Input should be {'greater' if seed < 0 else 'less'}" in refusal_of(plain_config(seed=seed))

@@ -13,6 +13,7 @@ from raypost.errors import ConfigError
 from raypost.models import resolve as models
 from raypost.models import smollm2, tiny
 from raypost.models.resolve import check_model, resolve_model
+from tests.unit.model_folders import write_model
 
 SMALL = {
     "hidden_size": 32,
@@ -83,8 +84,7 @@ def test_a_folder_that_does_not_exist_is_refused_and_a_hub_id_is_not(tmp_path: P
 def test_a_folder_without_configuration_or_without_an_end_token_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"no config\.json"):
         check_model(ModelConfig(name=str(tmp_path)))
-    tiny.build_tokenizer(tiny.TinyRecipe()).save_pretrained(tmp_path)
-    (tmp_path / "config.json").write_text("{}")
+    write_model(tmp_path)
     check_model(ModelConfig(name=str(tmp_path)))
     settings = json.loads((tmp_path / "tokenizer_config.json").read_text())
     del settings["eos_token"]
