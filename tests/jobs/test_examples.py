@@ -9,23 +9,30 @@ import pytest
 import yaml
 
 from jobs.private_cluster import PrivateCluster
+from raypost.config import ModelConfig
+from raypost.models.resolve import resolve_model
 from tests.jobs.job import ROOT, Job, assert_adds_up
 
 pytestmark = pytest.mark.timeout(900)
 
-OWN_REWARD = ROOT / "examples" / "own-reward"
+EXAMPLES = ROOT / "examples"
+OWN_REWARD = EXAMPLES / "own-reward"
 
 
-def own_reward(cluster: PrivateCluster, folder: Path, name: str, *overrides: str) -> Job:
+def example(cluster: PrivateCluster, folder: Path, name: str, *overrides: str, of: str = "own-reward") -> Job:
     # Started by hand, a job has no working directory that travels to its actors.
     data = f"tasks.0.source.dataset={OWN_REWARD / 'data.jsonl'}"
-    return Job(cluster, folder, name, data, *overrides, config=str(OWN_REWARD / "config.yaml"))
+    problems = f"eval.source.dataset={OWN_REWARD / 'eval.jsonl'}"
+    return Job(cluster, folder, name, data, problems, *overrides, config=str(EXAMPLES / of / "config.yaml"))
 
 
-def test_a_reward_function_of_ones_own_trains_and_its_parts_are_in_the_report(
+def test_own_data_reward_and_model_folder_train_and_the_parts_are_in_the_report(
     private_cluster: PrivateCluster, folder: Path
 ) -> None:
-    job = own_reward(private_cluster, folder, "own-reward", "train.num_steps=3", "train.batch_size=8")
+    recipe = ModelConfig(name="tiny", options={"steps": 60})
+    model = [f"model.name={resolve_model(recipe, 0, folder / 'cache')}", "model.options={}"]
+    steps = ["train.num_steps=3", "train.batch_size=8"]
+    job = example(private_cluster, folder, "own-reward", *steps, *model)
     assert job.wait() == 0, job.output()
     report = job.report()
     assert (report["status"], report["steps"]) == ("finished", 3)
@@ -35,8 +42,22 @@ def test_a_reward_function_of_ones_own_trains_and_its_parts_are_in_the_report(
     assert judged["calls"] >= 3 * 8 + 2 * 16 and judged["failed"] == judged["retries"] == 0
     assert 0 < judged["seconds_mean"] <= judged["seconds_max"]
     assert set(judged["parts"]) == {"right", "lines"} and 0 <= judged["parts"]["right"]["mean"] <= 1
-    kept = yaml.safe_load((job.run_dir / "config.yaml").read_text())["tasks"][0]["judge"]
-    assert kept["function_source"] == (OWN_REWARD / "reward.py").read_text()
+    # Evaluated on problems of its own, and nothing is held out: all 200 rows are trained.
+    record = yaml.safe_load((job.run_dir / "config.yaml").read_text())
+    assert record["eval"]["source"]["dataset"].endswith("eval.jsonl")
+    assert record["tasks"][0]["source"]["hold_out"] is False
+    assert record["tasks"][0]["judge"]["function_source"] == (OWN_REWARD / "reward.py").read_text()
+
+
+@pytest.mark.slow
+def test_reward_functions_of_trl_train_unchanged(private_cluster: PrivateCluster, folder: Path) -> None:
+    steps = ["train.num_steps=3", "train.batch_size=8"]
+    job = example(private_cluster, folder, "trl-reward", *steps, of="trl-reward")
+    assert job.wait() == 0, job.output()
+    report = job.report()
+    assert (report["status"], report["steps"]) == ("finished", 3)
+    parts = report["judges"]["sums"]["parts"]
+    assert set(parts) == {"accuracy", "length"} and 0 < parts["length"]["mean"] < 1
 
 
 def test_a_reward_function_that_always_raises_ends_the_run_with_its_words(
@@ -46,7 +67,7 @@ def test_a_reward_function_that_always_raises_ends_the_run_with_its_words(
     reward = folder / "broken.py"
     reward.write_text("def score(response, answer):\n    return 1.0 / (response in ('', answer))\n")
     judge = f"tasks.0.judge={{kind: function, function: '{reward}:score'}}"
-    job = own_reward(private_cluster, folder, "broken", judge, "train.num_steps=3", "eval.num_prompts=0")
+    job = example(private_cluster, folder, "broken", judge, "train.num_steps=3", "eval.num_prompts=0")
     assert job.wait() == 1
     ending = job.output().splitlines()[-1]
     for part in (

@@ -54,6 +54,50 @@ def test_project_is_one_that_the_plan_accepts_and_has_a_held_out_part(project: P
     assert "mine" in (project / "README.md").read_text()
 
 
+EXAMPLES = sorted((ROOT / "examples").glob("*/config.yaml"))
+
+
+@pytest.mark.parametrize("file", EXAMPLES, ids=lambda file: str(file.parent.name))
+def test_every_example_is_one_that_the_plan_accepts_and_says_how_it_is_run(
+    file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(ROOT)
+    name = file.parent.name
+    config = load_config(file, [f"runs_dir={tmp_path}"])
+    assert config.name == name
+    assert check(config).run_dir == tmp_path / name
+    text = (file.parent / "README.md").read_text()
+    assert f"make run RECIPE=examples/{name}/config.yaml" in text and len(text.splitlines()) <= 15
+
+
+def test_command_of_the_venv_runs_the_checkout_that_it_is_reached_through(tmp_path: Path) -> None:
+    # Two checkouts share a venv by a link, as worktrees may.
+    for name in ("one", "two"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "raypost").mkdir()
+        (tmp_path / name / "raypost" / "__main__.py").write_text(
+            f"import sys; print({name!r}, *sys.argv[1:])"
+        )
+        (tmp_path / name / "Makefile").symlink_to(ROOT / "Makefile")
+    venv = tmp_path / "one" / ".venv"
+    (venv / "bin").mkdir(parents=True)
+    (venv / "installed.lock").write_text("")
+    (venv / "bin" / "python").write_text(f'#!/bin/sh\nexec {sys.executable} "$@"\n')
+    (venv / "bin" / "python").chmod(0o755)
+    make = ["make", "-s", "-o", ".venv/installed.lock", ".venv/bin/raypost"]
+    subprocess.run(make, cwd=tmp_path / "one", check=True, timeout=30)
+    (tmp_path / "two" / ".venv").symlink_to(venv)
+
+    def shown(command: str, folder: str) -> str:
+        call = [str(tmp_path / command / ".venv/bin/raypost"), "plan", "a b"]
+        done = subprocess.run(call, cwd=tmp_path / folder, capture_output=True, text=True, timeout=30)
+        return done.stdout.strip() + done.stderr
+
+    # From elsewhere the command's own checkout, from a checkout's root that one.
+    assert [shown(name, ".") for name in ("one", "two")] == ["one plan a b", "two plan a b"]
+    assert [shown("one", name) for name in ("one", "two")] == ["one plan a b", "two plan a b"]
+
+
 def test_project_is_written_over_nothing_and_needs_a_name_that_a_run_can_have(tmp_path: Path) -> None:
     (tmp_path / "full").mkdir()
     (tmp_path / "full" / "mine.txt").write_text("")
