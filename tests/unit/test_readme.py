@@ -2,7 +2,14 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
+from typing import Any, get_args
+
+from pydantic import BaseModel
+
+from raypost.config import Config
+from raypost.config.tasks import StrategyConfig
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -17,3 +24,38 @@ def test_every_picture_of_the_readme_exists() -> None:
     text = (ROOT / "README.md").read_text()
     pictures = [part.split(")")[0] for part in text.split("](")[1:] if part.split(")")[0].endswith(".png")]
     assert pictures and all((ROOT / picture).is_file() for picture in pictures)
+
+
+SETTING = re.compile(
+    r"(?:tasks\.0|strategy|train|rollout|eval|checkpoint|model|sync)(?:\.[a-z_]+)+(?![a-z_]*[/(-])"
+)
+
+
+def is_setting(name: str) -> bool:
+    """Whether the configuration has a setting of this name."""
+    model: Any = StrategyConfig if name.startswith("strategy.") else Config
+    for part in name.removeprefix("strategy.").replace("tasks.0", "tasks").split("."):
+        if not (isinstance(model, type) and issubclass(model, BaseModel) and part in model.model_fields):
+            return False
+        inside = [model.model_fields[part].annotation]
+        while inside and not (isinstance(inside[0], type) and issubclass(inside[0], BaseModel)):
+            inside = [*get_args(inside[0]), *inside[1:]]
+        model = inside[0] if inside else None
+    return True
+
+
+def test_settings_that_replace_those_of_others_exist() -> None:
+    assert is_setting("train.loss.kl.coefficient") and is_setting("strategy.max_staleness")
+    assert (
+        not is_setting("train.loss.beta")
+        and not is_setting("tasks.0.group")
+        and not is_setting("eval.seed.x")
+    )
+    rows = [
+        line.split(" | ", 1)[1]
+        for line in (ROOT / "docs/coming-from.md").read_text().splitlines()
+        if " | " in line
+    ]
+    named = {name for row in rows for name in SETTING.findall(row)}
+    assert len(named) > 30
+    assert [name for name in sorted(named) if not is_setting(name)] == []
