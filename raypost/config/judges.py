@@ -16,9 +16,12 @@ from raypost.config.resources import ConfigModel
 class JudgeConfig(ConfigModel):
     """How a response is scored."""
 
-    kind: Literal["reasoning_gym", "exact", "math", "function", "reward_model", "composed"] = "reasoning_gym"
+    kind: Literal["reasoning_gym", "exact", "math", "function", "reward_model", "code", "composed"] = (
+        "reasoning_gym"
+    )
     """What scores a response: reasoning-gym's own scorer, equality with the answer (spaces around both are ignored) or
-    with its meaning as mathematics, a function of yours, a reward model, or several of these together."""
+    with its meaning as mathematics, a function of yours, a reward model, tests of the program in it, or several of
+    these together."""
     reward_model: str | None = None
     """Name of one of `reward_models`, with kind reward_model."""
     answer_pattern: str | None = None
@@ -32,6 +35,25 @@ class JudgeConfig(ConfigModel):
     that the run folder says what the run was rewarded for. null: the function is in a module."""
     timeout_s: Annotated[float, Field(gt=0)] = 30
     """Longest time that the function, or kind math, may take for one call, seconds. After it its process is ended."""
+    tests: Literal["python", "stdio"] = "python"
+    """With kind code, what the tests of a prompt are. python: a text, or a list of them, with asserts or functions
+    `test_...` that call the program's functions. stdio: a list of `{"input": ..., "output": ...}`, each a run of the
+    program."""
+    tests_field: str = "tests"
+    """Column of the data that holds them; a text of JSON is read as what it says."""
+    program: str = "{code}"
+    """What is tested: `{code}` is the last fenced block of the response, or the whole response without one, and
+    `{question}` the data's question."""
+    partial_credit: bool = False
+    """Give the share of tests that pass as reward; otherwise 1 if all pass, else 0."""
+    cpu_s: Annotated[float, Field(gt=0, le=3600)] = 5
+    """CPU time of a program, seconds: for all tests in Python together, or for one case of stdio. By the clock it may
+    take three times as long."""
+    memory_mb: Annotated[int, Field(ge=64)] = 512
+    """Memory of each process of a program, MiB."""
+    unsafe_no_sandbox: bool = False
+    """Run programs that the policy wrote with the rights of this run: its files, its network, its token. Only where
+    bubblewrap cannot be had, and nothing on the machine is of worth."""
     parts: dict[Annotated[str, Field(pattern=r"^[A-Za-z0-9_-]{1,40}$")], PartConfig] = Field(
         default_factory=dict
     )
@@ -72,6 +94,10 @@ class JudgeConfig(ConfigModel):
             raise ValueError(f"kind is {self.kind!r}, but {self.kind} is null: {needed[self.kind]}")
         if self.kind == "composed" and not self.parts:
             raise ValueError("kind is 'composed', but parts is empty: give it judges by name")
+        if "{code}" not in self.program:
+            raise ValueError(
+                f"program {self.program!r:.80} lacks {{code}}: every response would be the same program"
+            )
         if self.function is not None and not _FUNCTION.fullmatch(self.function):
             raise ValueError(
                 f"function {self.function!r} names no function: write FILE.py:NAME, such as reward.py:score, or "
@@ -116,9 +142,20 @@ _JUDGE_OPTIONS: dict[str, tuple[str, ...]] = {
     "reward_model": ("reward_model",),
     "function": ("function", "function_source", "timeout_s"),
     "math": ("timeout_s",),
+    "code": (
+        "tests",
+        "tests_field",
+        "program",
+        "partial_credit",
+        "cpu_s",
+        "memory_mb",
+        "unsafe_no_sandbox",
+    ),
     "composed": ("parts", "combine"),
 }
 """Which options a kind of judge has."""
+UNSANDBOXED = "runs programs of the policy with the rights of this run (unsafe_no_sandbox)"
+"""What is said of such a judge before a run and in its report."""
 _FUNCTION = re.compile(r"(?:.+\.py|[\w.]+):[A-Za-z_][\w.]*")
 
 

@@ -243,6 +243,11 @@ class TaskConfig(ConfigModel):
         """Whether every row must have an answer: the judge needs it, or the configuration names its field."""
         return self.compares_answers or self.source.answer_field not in (None, "answer")
 
+    @property
+    def unsandboxed(self) -> list[str]:
+        """Places of the judges that run programs without a sandbox."""
+        return [place for place, judge in self.judge.every() if judge.unsafe_no_sandbox]
+
     def stop_ids(self, eos_ids: Sequence[int]) -> tuple[int, ...]:
         """Return the ids that end a response, of a tokenizer that has these."""
         return () if self.ignore_eos else tuple(eos_ids)

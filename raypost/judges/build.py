@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping
 from raypost.config import JudgeConfig, TaskConfig
 from raypost.data.gym import gym_dataset
 from raypost.errors import ConfigError
+from raypost.judges.code import CodeJudge
 from raypost.judges.composed import ComposedJudge
 from raypost.judges.function import FunctionJudge
 from raypost.judges.reward_model import RewardModel, RewardModelJudge
@@ -36,6 +37,8 @@ def build_judge(
         if config.kind in ("function", "math"):
             made.append(FunctionJudge(task, config, on_retry))
             return made[-1]
+        if config.kind == "code":
+            return CodeJudge(config)
         if config.kind == "reward_model":
             model = (reward_models or {}).get(config.reward_model or "")
             if model is None:

@@ -20,6 +20,7 @@ from raypost.data.prompt import Prompt, render
 from raypost.data.task_source import check_source, evaluation_prompts
 from raypost.data.tokenizer import Tokenizer
 from raypost.errors import ConfigError
+from raypost.judges.code import try_code
 from raypost.judges.function import try_function
 from raypost.judges.reward_model import check_reward_model
 from raypost.models import tiny
@@ -132,7 +133,7 @@ def source_problems(config: Config, *, tried: bool = False) -> Iterator[str]:
                 _unknown_gym_names(task)
                 or _prompt_problems(task, config, tokenizer)
                 or _unreadable(task, config)
-                or ([] if tried else _function_problems(task, config))
+                or ([] if tried else [*_function_problems(task, config), *_code_problems(task, config)])
             )
         except ConfigError as error:
             yield str(error)
@@ -150,6 +151,17 @@ def _function_problems(task: TaskConfig, config: Config) -> Iterator[str]:
                 f"task {task.name!r}: {place}.{judge.kind}: {problem}. It must give a finite number for any response: "
                 "a wrong answer is a low score; docs/judges.md has the forms of functions"
             )
+
+
+def _code_problems(task: TaskConfig, config: Config) -> Iterator[str]:
+    """Check that there is a sandbox, that the first prompts have tests, and that those of some of them can be run."""
+    judges = [(place, judge) for place, judge in task.judge.every() if judge.kind == "code"]
+    if not judges or task.agent_loop.kind != "single_turn":
+        return
+    prompts = check_source(task, config.seed)
+    for place, judge in judges:
+        if (problem := try_code(judge, prompts, NUM_TRIAL_PROMPTS)) is not None:
+            yield f"task {task.name!r}: {place}.kind is 'code': {problem}"
 
 
 def _unreadable(task: TaskConfig, config: Config) -> list[str]:

@@ -13,6 +13,7 @@ from pathlib import Path
 
 from raypost.config import Config, TaskConfig
 from raypost.config.identity import run_digest
+from raypost.config.judges import UNSANDBOXED
 from raypost.data.task_source import also_trained, evaluation_prompts
 from raypost.errors import ClusterError, ConfigError
 from raypost.plan.checks import (
@@ -167,6 +168,7 @@ def _warnings(config: Config) -> Iterator[str]:
     rollout, train = config.rollout, config.train
     for task in config.tasks:
         yield from (f"task {task.name!r}: {text}" for text in strategy_warnings(task, config))
+        yield from (f"task {task.name!r}: {place} {UNSANDBOXED}" for place in task.unsandboxed)
     yield from model_warnings(config)
     slots, requests = rollout.num_slots, _requests(config)
     if requests < slots:

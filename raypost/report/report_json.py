@@ -18,6 +18,7 @@ import numpy as np
 from raypost import metrics
 from raypost.config import Config
 from raypost.config.identity import recipe_digest
+from raypost.config.judges import UNSANDBOXED
 from raypost.report import busy_time, formatting
 from raypost.report.eval_statistics import CONFIDENCE
 from raypost.report.record import RunRecord, Series, finite, mean, weighted_mean
@@ -78,7 +79,7 @@ def build_report(record: RunRecord, config: Config) -> dict[str, Any]:
         "length_bias": None if record.ledger is None else record.ledger.length_bias.as_dict(),
         "versions": record.versions,
     }
-    report["problems"] = list(_problems(report, record))
+    report["problems"] = list(_problems(report, record, config))
     return report
 
 
@@ -182,7 +183,7 @@ def _known(events: Iterable[Mapping[str, Any]], name: str) -> list[Any]:
     return [event[name] for event in events if event.get(name) is not None]
 
 
-def _problems(report: dict[str, Any], record: RunRecord) -> Iterator[str]:
+def _problems(report: dict[str, Any], record: RunRecord, config: Config) -> Iterator[str]:
     """Yield what a reader must know before believing the rest."""
     if report["groups"]["lost"]:
         yield f"{report['groups']['lost']} groups are lost: nobody can say what became of them"
@@ -203,6 +204,8 @@ def _problems(report: dict[str, Any], record: RunRecord) -> Iterator[str]:
     failed = sum(1 for e in record.evals if e.get(metrics.EVAL_FAILED))
     if failed:
         yield f"{failed} evaluation(s) had responses that failed; their score is over the rest"
+    for each in config.tasks:
+        yield from (f"task {each.name!r}: {place} {UNSANDBOXED}" for place in each.unsandboxed)
     for task, judge in report["judges"].items():
         if judge["failed"]:
             yield f"task {task!r}: the judge gave no score for {judge['failed']} responses, in {judge['calls']} calls"
