@@ -39,6 +39,12 @@ def blame(boundary: Boundary, text: str) -> str:
     return text if _named(text) else f"{boundary}: {text}"
 
 
+def at(place: str, text: str) -> str:
+    """Return the text of a failure with where it was, after the name of a boundary if it begins with one."""
+    boundary = _named(text)
+    return f"{place}: {text}" if boundary is None else f"{boundary}: {place}: {text[len(boundary) + 2 :]}"
+
+
 def boundary_of(text: str | None) -> Boundary:
     """Return the boundary that a failure's text begins with; without one it is the agent loop's."""
     return _named(text or "") or Boundary.AGENT_LOOP

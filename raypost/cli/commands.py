@@ -89,11 +89,12 @@ def plan(
             help="""one node of the cluster to plan for, such as '{"CPU": 8, "GPU": 4}'; repeatable"""
         ),
     ] = None,
+    offline: Annotated[bool, typer.Option("--offline", help="do not ask the services of judges")] = False,
 ) -> None:
     """Show what a configuration means: placement, staleness bound, batch arithmetic. Starts nothing."""
     with _refusals():
         resolved = load_config(config, overrides)
-        _show_plan(resolved, _cluster_resources(cluster, node or []))
+        _show_plan(resolved, _cluster_resources(cluster, node or []), offline)
 
 
 @app.command()
@@ -247,11 +248,11 @@ def _node(text: str) -> dict[str, float]:
         ) from None
 
 
-def _show_plan(config: Config, cluster: ClusterResources | None) -> None:
+def _show_plan(config: Config, cluster: ClusterResources | None, offline: bool = False) -> None:
     # Imported here: it loads tokenizers and templates, which `status` and `--help` do without.
     from raypost.plan.plan import check
 
-    found = check(config, cluster=cluster)
+    found = check(config, cluster=cluster, offline=offline)
     console = _console()
     state = "continues the run that is there" if found.resumes else "new run"
     console.print(

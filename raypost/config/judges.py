@@ -6,6 +6,7 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Any, Literal
+from urllib.parse import urlsplit
 
 from pydantic import Field, ValidationInfo, model_validator
 
@@ -16,25 +17,27 @@ from raypost.config.resources import ConfigModel
 class JudgeConfig(ConfigModel):
     """How a response is scored."""
 
-    kind: Literal["reasoning_gym", "exact", "math", "function", "reward_model", "code", "composed"] = (
-        "reasoning_gym"
-    )
+    kind: Literal[
+        "reasoning_gym", "exact", "math", "function", "http", "reward_model", "code", "composed"
+    ] = "reasoning_gym"
     """What scores a response: reasoning-gym's own scorer, equality with the answer (spaces around both are ignored) or
-    with its meaning as mathematics, a function of yours, a reward model, tests of the program in it, or several of
-    these together."""
+    with its meaning as mathematics, a function or an HTTP service of yours, a reward model, tests of the program in
+    it, or several of these together."""
     reward_model: str | None = None
     """Name of one of `reward_models`, with kind reward_model."""
     answer_pattern: str | None = None
     """Regular expression that finds the answer in a response: the first group of its last match. null: the answer is
     the whole response."""
     function: str | None = None
-    """With kind function: `reward.py:score`, a file and a function in it, relative to the configuration's folder or
-    absolute, or `module:function` of a module that is installed or lies in the job's working directory."""
+    """With kind function, and with `combine: function`: `reward.py:score`, a file and a function in it, relative to
+    the configuration's folder or absolute, or `module:function` of a module that is installed or lies in the job's
+    working directory."""
     function_source: str | None = None
     """Text of that file. It is read when the configuration is loaded, so that judges on other nodes have it, and so
     that the run folder says what the run was rewarded for. null: the function is in a module."""
     timeout_s: Annotated[float, Field(gt=0)] = 30
-    """Longest time that the function, or kind math, may take for one call, seconds. After it its process is ended."""
+    """Longest time that the function, kind math, or one request to the service may take, seconds. After it the
+    function's process is ended."""
     tests: Literal["python", "stdio"] = "python"
     """With kind code, what the tests of a prompt are. python: a text, or a list of them, with asserts or functions
     `test_...` that call the program's functions. stdio: a list of `{"input": ..., "output": ...}`, each a run of the
@@ -54,22 +57,42 @@ class JudgeConfig(ConfigModel):
     unsafe_no_sandbox: bool = False
     """Run programs that the policy wrote with the rights of this run: its files, its network, its token. Only where
     bubblewrap cannot be had, and nothing on the machine is of worth."""
+    url: str | None = None
+    """With kind http: where a group's responses are sent, such as `http://host:8000/score`."""
+    api_key_file: Path | None = None
+    """With kind http: a file with a key, which is sent as a bearer token. Each judge reads it on its own node; the key
+    is in no configuration and no log. null: none is sent."""
+    retries: Annotated[int, Field(ge=0)] = 3
+    """With kind http: how often a request is made again, after 0.5 s, 1 s, 2 s and so on, before it has failed."""
+    concurrency: Annotated[int, Field(ge=1)] = 16
+    """With kind http: most requests of a judge actor at a time."""
     parts: dict[Annotated[str, Field(pattern=r"^[A-Za-z0-9_-]{1,40}$")], PartConfig] = Field(
         default_factory=dict
     )
     """With kind composed: judges by name. Each is in the metrics under its name."""
-    combine: Literal["sum", "product", "min"] = "sum"
-    """How the parts' scores, each times its weight, become one reward: their sum, product or minimum."""
+    combine: Literal["sum", "product", "min", "function"] = "sum"
+    """How the parts' scores, each times its weight, become one reward: their sum, product or minimum, or what
+    `function` makes of them, which is given them by name, without weights, as `scores`."""
+    route_by: str | None = None
+    """With kind composed: a column of the data. Each response is then scored by one part alone, the one with the name
+    that its row has there, or else the one named `default`."""
 
     @model_validator(mode="before")
     @classmethod
     def _read_function(cls, data: Any, info: ValidationInfo) -> Any:
-        if not isinstance(data, dict) or data.get("function_source") is not None:
-            return data
-        file = function_file(data.get("function"))
-        if file is None or data.get("kind") != "function":
+        if not isinstance(data, dict):
             return data
         folder = Path((info.context or {}).get("folder", "."))
+        if isinstance(data.get("api_key_file"), str):
+            data = {
+                **data,
+                "api_key_file": str((folder / Path(data["api_key_file"]).expanduser()).absolute()),
+            }
+        if data.get("function_source") is not None:
+            return data
+        file = function_file(data.get("function"))
+        if file is None or data.get("kind") not in ("function", "composed"):
+            return data
         what, instead = (
             f"function {data['function']!r}",
             "put it into a module, and name that as module:function",
@@ -89,9 +112,11 @@ class JudgeConfig(ConfigModel):
         needed = {
             "reward_model": "name one of reward_models",
             "function": "name it as FILE.py:NAME or module:NAME",
+            "http": "set it to the address of a service",
         }
-        if self.kind in needed and getattr(self, self.kind) is None:
-            raise ValueError(f"kind is {self.kind!r}, but {self.kind} is null: {needed[self.kind]}")
+        name = {"http": "url"}.get(self.kind, self.kind)
+        if self.kind in needed and getattr(self, name) is None:
+            raise ValueError(f"kind is {self.kind!r}, but {name} is null: {needed[self.kind]}")
         if self.kind == "composed" and not self.parts:
             raise ValueError("kind is 'composed', but parts is empty: give it judges by name")
         if "{code}" not in self.program:
@@ -102,6 +127,39 @@ class JudgeConfig(ConfigModel):
             raise ValueError(
                 f"function {self.function!r} names no function: write FILE.py:NAME, such as reward.py:score, or "
                 "module:NAME"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _parts_combine(self) -> JudgeConfig:
+        if (self.combine == "function") != (self.function is not None) and self.kind == "composed":
+            raise ValueError(
+                f"combine is {self.combine!r} and function {self.function!r}: use both combine 'function' and a "
+                "function, or neither"
+            )
+        if self.route_by is not None and self.combine != "sum":
+            raise ValueError(
+                f"route_by is {self.route_by!r}, so each response has one score, and combine {self.combine!r} is not "
+                "used: leave it out"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _url_is_an_address(self) -> JudgeConfig:
+        if self.url is None:
+            return self
+        try:
+            parts = urlsplit(self.url)
+            known = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+        except ValueError as error:
+            raise ValueError(f"url {self.url!r:.200} is no address: {error}") from None
+        if "@" in parts.netloc:
+            raise ValueError(
+                "url holds a user or password, which would be in logs: leave it out, use api_key_file"
+            )
+        if not known:
+            raise ValueError(
+                f"url {self.url!r:.200} is no address: write http://HOST:PORT/PATH, or https://..."
             )
         return self
 
@@ -151,7 +209,8 @@ _JUDGE_OPTIONS: dict[str, tuple[str, ...]] = {
         "memory_mb",
         "unsafe_no_sandbox",
     ),
-    "composed": ("parts", "combine"),
+    "http": ("url", "api_key_file", "timeout_s", "retries", "concurrency"),
+    "composed": ("parts", "combine", "route_by", "function", "function_source", "timeout_s"),
 }
 """Which options a kind of judge has."""
 UNSANDBOXED = "runs programs of the policy with the rights of this run (unsafe_no_sandbox)"

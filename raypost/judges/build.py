@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from typing import Protocol
 
 from raypost.config import JudgeConfig, TaskConfig
 from raypost.data.gym import gym_dataset
@@ -12,31 +13,45 @@ from raypost.judges.composed import ComposedJudge
 from raypost.judges.function import FunctionJudge
 from raypost.judges.reward_model import RewardModel, RewardModelJudge
 from raypost.judges.rules import RuleJudge, exact
+from raypost.judges.service import HttpJudge
 from raypost.protocols import Judge
+
+
+class Closed(Protocol):
+    """A judge with processes or connections of its own."""
+
+    async def close(self) -> None:
+        """End them."""
+        ...
 
 
 def build_judge(
     task: TaskConfig,
     reward_models: Mapping[str, RewardModel] | None = None,
     on_retry: Callable[[], None] | None = None,
-    functions: list[FunctionJudge] | None = None,
+    to_close: list[Closed] | None = None,
 ) -> Judge:
     """Return the judge of `task`. Raises ConfigError for an unknown reasoning-gym dataset or reward model.
 
-    `on_retry` is told of each call of a function that is made once more. The judges of functions, which have processes
-    to close, are appended to `functions`.
+    `on_retry` is told of each call that is made once more. The judges that have something to close are appended to
+    `to_close`.
     """
-    made = functions if functions is not None else []
+    made = to_close if to_close is not None else []
+
+    def functions(config: JudgeConfig) -> FunctionJudge:
+        made.append(judge := FunctionJudge(task, config, on_retry))
+        return judge
 
     def build(config: JudgeConfig, place: str) -> Judge:
         if config.kind == "composed":
-            return ComposedJudge(
-                {n: (part.weight, build(part, f"{place}.parts.{n}")) for n, part in config.parts.items()},
-                config.combine,
-            )
+            parts = {n: (part.weight, build(part, f"{place}.parts.{n}")) for n, part in config.parts.items()}
+            combine = functions(config) if config.combine == "function" else None
+            return ComposedJudge(parts, config.combine, function=combine, route_by=config.route_by)
         if config.kind in ("function", "math"):
-            made.append(FunctionJudge(task, config, on_retry))
-            return made[-1]
+            return functions(config)
+        if config.kind == "http":
+            made.append(service := HttpJudge(task, config, on_retry))
+            return service
         if config.kind == "code":
             return CodeJudge(config)
         if config.kind == "reward_model":

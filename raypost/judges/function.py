@@ -14,7 +14,8 @@ import numpy as np
 
 from raypost.config import JudgeConfig, TaskConfig
 from raypost.data.prompt import Prompt, conversation, prompt_text
-from raypost.errors import JudgeError
+from raypost.errors import JudgeError, at
+from raypost.judges.composed import SCORES
 from raypost.judges.function_child import FunctionSpec
 from raypost.judges.function_process import LOAD_S, FunctionProcess
 from raypost.types import RolloutState, Sample
@@ -41,13 +42,15 @@ class FunctionJudge:
     async def judge(self, states: list[RolloutState]) -> list[float]:
         """Return one Score for each state. Raises JudgeError naming the group."""
         samples = [
-            _sample(self._task, state.metadata, state.response_text, state.prompt_ids, state.response_ids)
+            sample_of(self._task, state.metadata, state.response_text, state.prompt_ids, state.response_ids)
             for state in states
         ]
         try:
             return [*await self._process.call(samples)]
         except JudgeError as error:
-            raise JudgeError(f"task {states[0].task!r}, group {states[0].group_id}: {error}") from error
+            raise JudgeError(
+                at(f"task {states[0].task!r}, group {states[0].group_id}", str(error))
+            ) from error
 
     async def close(self) -> None:
         """End the function's process."""
@@ -66,13 +69,14 @@ def _spec(task: TaskConfig, config: JudgeConfig, timeout_s: float) -> FunctionSp
     )
 
 
-def _sample(
+def sample_of(
     task: TaskConfig,
     metadata: dict[str, object],
     response: str,
     prompt_ids: np.ndarray,
     response_ids: np.ndarray,
 ) -> Sample:
+    """Return what a judge of the user's sees of a response."""
     prompt, answer = prompt_text(task, metadata), metadata.get("answer")
     return Sample(
         prompt=prompt,
@@ -87,6 +91,8 @@ def _sample(
 
 def try_function(task: TaskConfig, config: JudgeConfig, prompts: Sequence[Prompt]) -> str | None:
     """Call the function for each prompt with two responses, its answer and an empty one; return what is wrong.
+
+    One that combines the scores of parts is given zeros.
 
     Takes at most some TRIAL_LOAD_S and TRIAL_S, whatever the function does.
     """
@@ -105,7 +111,11 @@ async def _trial(task: TaskConfig, config: JudgeConfig, prompts: Sequence[Prompt
             for number, prompt in enumerate(prompts, 1):
                 where = f" (on prompt {number}, with its answer and with an empty response)"
                 responses = (str(prompt.metadata.get("answer", "")), "")
-                samples = [_sample(task, prompt.metadata, one, no_ids, no_ids) for one in responses]
+                metadata = {
+                    **prompt.metadata,
+                    **({SCORES: dict.fromkeys(config.parts, 0.0)} if config.parts else {}),
+                }
+                samples = [sample_of(task, metadata, one, no_ids, no_ids) for one in responses]
                 await process.call(samples)
     except JudgeError as error:
         return f"{error}{where}"

@@ -165,11 +165,11 @@ class Caller:
     def _score(self, result: Any) -> Score:
         function = self._spec.function
         parts, words = (result.parts, result.words) if isinstance(result, Score) else ({}, "")
-        score = Score(_number(result, f"{function} returned"), words=str(words))
+        score = Score(number_of(result, f"{function} returned"), words=str(words))
         for name, value in parts.items():
             if not isinstance(name, str) or "\n" in name:
                 raise RefusedError(f"{function} named a part {name!r}: a name is a text of one line")
-            score.parts[name] = _number(value, f"{function}: part {name!r} is")
+            score.parts[name] = number_of(value, f"{function}: part {name!r} is")
         return score
 
     def _fields(self, sample: Sample) -> dict[str, Any]:
@@ -205,7 +205,7 @@ class Caller:
         return given if ALL in kinds.values() else {name: given[name] for name in kinds if name in given}
 
 
-def _number(value: Any, what: str) -> float:
+def number_of(value: Any, what: str) -> float:
     """Return a finite number: of Python, NumPy or a tensor of one element. Raises RefusedError."""
     number = value.item() if hasattr(value, "item") else value
     if not isinstance(number, int | float):

@@ -9,8 +9,7 @@ from contextvars import ContextVar
 
 from raypost.config import TaskConfig
 from raypost.errors import Boundary, JudgeError, blame
-from raypost.judges.build import build_judge
-from raypost.judges.function import FunctionJudge
+from raypost.judges.build import Closed, build_judge
 from raypost.judges.reward_model import RewardModel
 from raypost.metrics import JudgeFigures
 from raypost.types import EVALUATION_PRIORITY, RolloutState, Score
@@ -25,8 +24,8 @@ class TaskJudge:
     def __init__(self, task: TaskConfig, reward_models: Mapping[str, RewardModel] | None = None) -> None:
         """Raise ConfigError as `build_judge` does. Processes of functions are started when they are needed."""
         self._figures = JudgeFigures()
-        self._functions: list[FunctionJudge] = []
-        self._judge = build_judge(task, reward_models, self._count_retry, self._functions)
+        self._to_close: list[Closed] = []
+        self._judge = build_judge(task, reward_models, self._count_retry, self._to_close)
 
     async def judge(self, states: list[RolloutState]) -> list[float]:
         """Return one reward for each state. Raises JudgeError, whose text begins with "judge:" or "sandbox:"."""
@@ -55,5 +54,5 @@ class TaskJudge:
         return self._figures.drain() if self._figures.calls else None
 
     async def close(self) -> None:
-        """End the processes of functions."""
-        await asyncio.gather(*(function.close() for function in self._functions))
+        """End the processes of functions and the connections to services."""
+        await asyncio.gather(*(judge.close() for judge in self._to_close))

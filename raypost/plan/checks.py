@@ -21,8 +21,8 @@ from raypost.data.task_source import check_source, evaluation_prompts
 from raypost.data.tokenizer import Tokenizer
 from raypost.errors import ConfigError
 from raypost.judges.code import try_code
-from raypost.judges.function import try_function
 from raypost.judges.reward_model import check_reward_model
+from raypost.judges.trial import try_judges
 from raypost.models import tiny
 from raypost.models.resolve import SMOLLM2, TINY, check_model
 from raypost.owner import OF_NO_RUN, owner
@@ -60,7 +60,9 @@ def _reward_model_problems(config: Config) -> Iterator[str]:
     """Check that reward models exist, can score, and are asked."""
     for task in config.tasks:
         for place, judge in task.judge.every():
-            named = {"reward_model": judge.reward_model, "function": judge.function}.get(judge.kind)
+            named = {"reward_model": judge.reward_model, "function": judge.function, "http": judge.url}.get(
+                judge.kind
+            )
             if named is not None and task.agent_loop.kind == "environment":
                 yield (
                     f"task {task.name!r}: {place}.{judge.kind} is {named!r}, but agent_loop.kind is environment, which "
@@ -119,10 +121,10 @@ def _colocate_problems(config: Config) -> Iterator[str]:
         yield f"placement is colocate, one engine and one rank a GPU, but {numbers}: use equal numbers"
 
 
-def source_problems(config: Config, *, tried: bool = False) -> Iterator[str]:
-    """Check that sources exist, are well-formed, and give prompts that are not too long; try reward functions.
+def source_problems(config: Config, *, tried: bool = False, offline: bool = False) -> Iterator[str]:
+    """Check that sources exist, are well-formed, and give prompts that are not too long; try the judges.
 
-    `tried`: they were tried already.
+    `tried`: they were tried already. `offline`: no service is asked.
     """
     tokenizer = _local_tokenizer(config)
     if (sft := config.train.sft) is not None:
@@ -133,24 +135,17 @@ def source_problems(config: Config, *, tried: bool = False) -> Iterator[str]:
                 _unknown_gym_names(task)
                 or _prompt_problems(task, config, tokenizer)
                 or _unreadable(task, config)
-                or ([] if tried else [*_function_problems(task, config), *_code_problems(task, config)])
+                or ([] if tried else [*_judge_problems(task, config, offline), *_code_problems(task, config)])
             )
         except ConfigError as error:
             yield str(error)
 
 
-def _function_problems(task: TaskConfig, config: Config) -> Iterator[str]:
-    """Check that the task's reward functions score the first prompts: each is called, in a process of its own."""
-    functions = [(place, judge) for place, judge in task.judge.every() if judge.kind in ("function", "math")]
-    if not functions or task.agent_loop.kind != "single_turn":
-        return
-    prompts = check_source(task, config.seed)[:NUM_TRIAL_PROMPTS]
-    for place, judge in functions:
-        if (problem := try_function(task, judge, prompts)) is not None:
-            yield (
-                f"task {task.name!r}: {place}.{judge.kind}: {problem}. It must give a finite number for any response: "
-                "a wrong answer is a low score; docs/judges.md has the forms of functions"
-            )
+def _judge_problems(task: TaskConfig, config: Config, offline: bool) -> Iterator[str]:
+    """Check that the task's functions and services score the first prompts."""
+    tried = any(judge.kind in ("function", "math", "http") for _, judge in task.judge.every())
+    if (tried or task.judge.combine == "function") and task.agent_loop.kind != "environment":
+        yield from try_judges(task, check_source(task, config.seed)[:NUM_TRIAL_PROMPTS], offline=offline)
 
 
 def _code_problems(task: TaskConfig, config: Config) -> Iterator[str]:

@@ -74,12 +74,24 @@ class Plan:
     warnings: tuple[str, ...]
 
 
-def check(config: Config, *, cluster: ClusterResources | None = None, tried: bool = False) -> Plan:
-    """Return the plan of `config`, on `cluster` if given; `tried`: reward functions were called, and are not again.
+def check(
+    config: Config,
+    *,
+    cluster: ClusterResources | None = None,
+    tried: bool = False,
+    offline: bool = False,
+) -> Plan:
+    """Return the plan of `config`, on `cluster` if given.
+
+    `tried`: judges were tried, and are not again. `offline`: no service is asked, which is a warning.
 
     Raises ConfigError listing all problems at once; ClusterError if the cluster's resources are the only one.
     """
-    problems = [*name_problems(config), *model_problems(config), *source_problems(config, tried=tried)]
+    problems = [
+        *name_problems(config),
+        *model_problems(config),
+        *source_problems(config, tried=tried, offline=offline),
+    ]
     problems += [*composition_problems(config), *run_dir_problems(config), *schedule_problems(config)]
     lacking = shortages(config, cluster) if cluster else []
     if cluster and not cluster.elastic:
@@ -96,8 +108,19 @@ def check(config: Config, *, cluster: ClusterResources | None = None, tried: boo
         staleness=tuple(bound(task, config) for task in config.tasks),
         batch=tuple(_batch(config).items()),
         transport=_transport(config),
-        warnings=(*_warnings(config), *_cluster_warnings(config, cluster, lacking, homes)),
+        warnings=(
+            *(_unasked(config) if offline else ()),
+            *_warnings(config),
+            *_cluster_warnings(config, cluster, lacking, homes),
+        ),
     )
+
+
+def _unasked(config: Config) -> Iterator[str]:
+    for task in config.tasks:
+        for where, judge in task.judge.every():
+            if judge.url is not None:
+                yield f"task {task.name!r}: {where}.url {judge.url} was not asked: plan without --offline asks it"
 
 
 def _placement(config: Config, homes: dict[str, str]) -> list[Placement]:

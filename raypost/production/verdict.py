@@ -96,7 +96,8 @@ def _fault(state: RolloutState) -> str | None:
 
 
 def _blame_loop(state: RolloutState, text: str) -> None:
-    state.status, state.reward = Status.FAILED, None
+    state.status = Status.FAILED
+    state.set_reward(None)
     state.error = blame(Boundary.AGENT_LOOP, text)
 
 

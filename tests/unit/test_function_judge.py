@@ -13,16 +13,18 @@ import pytest
 
 from raypost.config import Config, JudgeConfig, load_config
 from raypost.config.identity import run_identity
+from raypost.data.prompt import Prompt
 from raypost.errors import ConfigError, JudgeError
 from raypost.judges.build import build_judge
 from raypost.judges.composed import ComposedJudge
 from raypost.judges.function_child import MODULE, RefusedError
 from raypost.judges.task_judge import TaskJudge
+from raypost.judges.trial import try_judges
 from raypost.metrics import JudgeFigures
 from raypost.packed import pack_groups, unpack_groups
 from raypost.types import Group, RolloutState, Score
 from tests.factories import plain_config, refusal_of
-from tests.unit.reward_functions import called, state_of, task_of, write
+from tests.unit.reward_functions import called, config_of, state_of, task_of, write
 
 YAML = """
 model: {{name: tiny}}
@@ -238,6 +240,22 @@ def test_another_reward_is_another_run_wherever_its_file_lies(tmp_path: Path) ->
             ["judge.parts.a", "'x'"],
         ),
         ({"kind": "exact", "parts": {"a": {"kind": "exact"}}}, ["parts", "is not used by kind 'exact'"]),
+        (
+            {"kind": "composed", "parts": {"a": {"kind": "exact", "weight": float("nan")}}},
+            ["parts.a.weight", "finite"],
+        ),
+        (
+            {"kind": "composed", "combine": "function", "parts": {"a": {"kind": "exact"}}},
+            ["combine is 'function' and function None", "both"],
+        ),
+        (
+            {"kind": "composed", "function": "a:b", "parts": {"a": {"kind": "exact"}}},
+            ["combine is 'sum' and function 'a:b'"],
+        ),
+        (
+            {"kind": "composed", "route_by": "level", "combine": "min", "parts": {"a": {"kind": "exact"}}},
+            ["route_by is 'level'", "combine 'min' is not used"],
+        ),
     ],
 )
 def test_a_judge_that_cannot_work_is_refused(judge: dict[str, Any], texts: list[str]) -> None:
@@ -315,6 +333,65 @@ async def test_a_part_that_fails_fails_the_whole_by_name() -> None:
         await judge.judge([state_of("a")])
     with pytest.raises(JudgeError, match="part 'right' gave 1 scores for 2"):
         await ComposedJudge({"right": (1.0, Fixed(1.0))}, "sum").judge([state_of("a"), state_of("b")])
+
+
+async def test_each_response_goes_to_the_part_that_its_row_names() -> None:
+    asked = dict[str, list[str]]()
+
+    class Part(Fixed):
+        def __init__(self, name: str) -> None:
+            super().__init__()
+            self.name = name
+
+        async def judge(self, states: list[RolloutState]) -> list[float]:
+            asked[self.name] = [state.response_text for state in states]
+            return [1.0] * len(states)
+
+    parts = {"code": (2.0, Part("code")), "default": (1.0, Part("default"))}
+    judge = ComposedJudge(parts, route_by="domain")
+    states = [
+        state_of("a", domain="code"),
+        state_of("b", domain="chess"),
+        state_of("c"),
+        state_of("d", domain="code"),
+    ]
+    scores = await judge.judge(states)
+    assert scores == [2.0, 1.0, 1.0, 2.0] and asked == {"code": ["a", "d"], "default": ["b", "c"]}
+    assert [score.parts for score in scores if isinstance(score, Score)][:2] == [
+        {"code": 1.0},
+        {"default": 1.0},
+    ]
+    with pytest.raises(JudgeError, match=r"its row has domain 'chess', and parts are \['code'\]"):
+        await ComposedJudge({"code": parts["code"]}, route_by="domain").judge(states)
+
+
+async def test_a_function_makes_one_reward_of_the_parts_scores() -> None:
+    source = """
+        from raypost import Score
+        def combine(scores, answer, response):
+            assert answer == "4"
+            return Score(max(scores.values()) + len(response), {"best": max(scores.values())})
+    """
+    function = config_of(source, "reward.py:combine")
+    parts = {"exact": {"kind": "exact"}, "math": {"kind": "exact", "answer_pattern": "(.)"}}
+    config = JudgeConfig.model_validate(
+        {
+            "kind": "composed",
+            "combine": "function",
+            "function": function.function,
+            "function_source": function.function_source,
+            "parts": parts,
+        }
+    )
+    judge = TaskJudge(task_of(config))
+    right, wrong = await judge.judge([state_of("4"), state_of("15")])
+    await judge.close()
+    assert (right, wrong) == (2.0, 2.0)
+    assert isinstance(right, Score) and right.parts == {"exact": 1.0, "math": 1.0, "best": 1.0}
+    assert list(try_judges(task_of(config), [Prompt("2 + 2?", {"question": "2 + 2?", "answer": "4"})])) == []
+    broken = config.model_copy(update={"function_source": "def combine(scores): return scores['gone']"})
+    (problem,) = try_judges(task_of(broken), [Prompt("2 + 2?", {"question": "2 + 2?", "answer": "4"})])
+    assert "KeyError: 'gone'" in problem
 
 
 async def test_a_configuration_of_parts_is_built_with_its_weights() -> None:
