@@ -26,7 +26,7 @@ import signal
 import sys
 import time
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
@@ -71,16 +71,19 @@ def main(argv: list[str] | None = None) -> int:
     module = f"{__package__}.{args.job or config.job}"
     driver = [sys.executable, "-m", module, "--config", str(args.config.resolve()), TRIED]
     named = ["--name", config.name, "--runs-dir", str(config.runs_dir)]
-    code = run_on_private_cluster(
+
+    def say_how_to_continue(code: int) -> None:
+        if (config.run_dir / CONFIG).exists():
+            _say_how_to_continue(config, args, finished=code == 0)
+
+    return run_on_private_cluster(
         [*driver, *named, *args.overrides],
         working_dir=Path.cwd(),
         submission_id=config.name,
         resources=resources,
         logs_dir=config.run_dir,
+        at_end=say_how_to_continue,
     )
-    if (config.run_dir / CONFIG).exists():
-        _say_how_to_continue(config, args, finished=code == 0)
-    return code
 
 
 def run_on_private_cluster(
@@ -91,11 +94,13 @@ def run_on_private_cluster(
     resources: Mapping[str, float],
     logs_dir: Path | None = None,
     stop_wait_s: int = STOP_WAIT_S,
+    at_end: Callable[[int], None] = lambda code: None,
 ) -> int:
     """Run `entrypoint` as a job of a Ray head made for it, with its log on stdout. Returns the exit code.
 
     `resources` are what the head offers, CPU and GPU among them. Where the job fails, Ray's logs are copied into
-    `logs_dir`, if the job made that folder. Call it from the main thread: it takes over Ctrl-C and SIGTERM.
+    `logs_dir`, if the job made that folder. `at_end` is given the exit code; after what it says comes the cause of a
+    failure alone, the last line. Call it from the main thread: it takes over Ctrl-C and SIGTERM.
     """
     custom = {name: amount for name, amount in resources.items() if name not in MACHINE_RESOURCES}
     with Interrupts() as interrupts:
@@ -112,6 +117,9 @@ def run_on_private_cluster(
                 code = asyncio.run(job.run(interrupts))
                 if code not in (0, EXIT_REFUSED) and interrupts.number is None:
                     _keep_logs(cluster, logs_dir)
+            at_end(code)
+            if job.failure is not None:
+                print(job.failure, file=sys.stderr, flush=True)
             return code
         except RaypostError as error:
             print(f"failed: {error}", file=sys.stderr, flush=True)
@@ -192,6 +200,8 @@ class _Job:
     working_dir: Path
     id: str
     stop_wait_s: int
+    failure: str | None = None
+    """What to say of it, once it has failed."""
     _log: _Log = field(default_factory=_Log)
 
     async def run(self, interrupts: Interrupts) -> int:
@@ -278,7 +288,7 @@ class _Job:
             return 128 + (interrupts.number or signal.SIGTERM)
         code = details.driver_exit_code or 1
         cause = self._log.tail[-1] if self._log.tail else (details.message or "no message").strip()
-        print(f"failed (exit code {code}): {cause}", file=sys.stderr, flush=True)
+        self.failure = f"failed (exit code {code}): {cause.removeprefix('failed: ')}"
         return code
 
 
@@ -320,7 +330,9 @@ def unfinished_run(runs_dir: Path, base: str) -> str:
 
 
 def _say_how_to_continue(config: Config, args: argparse.Namespace, *, finished: bool) -> None:
-    command = ["raypost"] if shutil.which("raypost") else [os.path.relpath(sys.executable), "-m", "raypost"]
+    beside = Path(sys.executable).with_name("raypost")
+    shell = [os.path.relpath(beside)] if beside.exists() else [os.path.relpath(sys.executable), "-m", "raypost"]
+    command = ["raypost"] if shutil.which("raypost") else shell
     command += ["run", "--config", str(args.config), "--name", config.name]
     command += ["--runs-dir", str(args.runs_dir)] if args.runs_dir else []
     command += ["--job", args.job] if args.job else []

@@ -10,7 +10,7 @@ from pathlib import Path
 
 NAMED = re.compile(r"(?:^|[\s\]])((?:\w+\.)*[A-Z]\w*(?:Error|Exception)): (\S.*)")
 """The last line of a traceback, behind whatever a logger puts before it."""
-CONSEQUENCE = "Engine core initialization failed"
+CONSEQUENCES = ("Engine core initialization failed", "EngineCore encountered an issue")
 """What vLLM raises in the process that waits, after the true cause was raised in another."""
 MOST_BYTES = 1 << 20
 """What is read of each output, from its end."""
@@ -42,6 +42,6 @@ def last_error(lines: Iterable[str]) -> str | None:
     found = None
     for line in lines:
         match = NAMED.search(line)
-        if match is not None and CONSEQUENCE not in line:
+        if match is not None and not any(one in line for one in CONSEQUENCES):
             found = f"{match[1].rpartition('.')[2]}: {match[2].strip()}"
     return found

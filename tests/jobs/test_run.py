@@ -113,8 +113,7 @@ def test_failure_ends_with_its_cause_its_code_and_the_logs(tmp_path: Path) -> No
     with running(tmp_path / "job", FAILS, str(tmp_path / "job" / "run")) as run:
         shown, _ = run.communicate(timeout=90)
     assert run.returncode == 1
-    assert "RuntimeError: the cause of it" in shown.splitlines()[-2]
-    assert "failed (exit code 1)" in shown.splitlines()[-2]
+    assert shown.splitlines()[-1] == "failed (exit code 1): RuntimeError: the cause of it"
     assert (tmp_path / "job" / "run" / "ray_logs" / "raylet.out").exists()
     assert "Traceback" in shown
 

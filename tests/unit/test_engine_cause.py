@@ -18,6 +18,8 @@ Traceback (most recent call last):
 ValueError: Head size 16 is not supported. Use 32, 64 or 128.
 Traceback (most recent call last):
 RuntimeError: Engine core initialization failed. See root cause above. Failed core proc(s): {}
+(MainProcess pid=26580) ERROR 11-22 10:04:00 [async_llm.py:906] vllm.v1.engine.exceptions.EngineDeadError: EngineCore \
+encountered an issue. See stack trace (above) for the root cause.
 """
 
 
