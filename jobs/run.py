@@ -331,7 +331,9 @@ def unfinished_run(runs_dir: Path, base: str) -> str:
 
 def _say_how_to_continue(config: Config, args: argparse.Namespace, *, finished: bool) -> None:
     beside = Path(sys.executable).with_name("raypost")
-    shell = [os.path.relpath(beside)] if beside.exists() else [os.path.relpath(sys.executable), "-m", "raypost"]
+    shell = (
+        [os.path.relpath(beside)] if beside.exists() else [os.path.relpath(sys.executable), "-m", "raypost"]
+    )
     command = ["raypost"] if shutil.which("raypost") else shell
     command += ["run", "--config", str(args.config), "--name", config.name]
     command += ["--runs-dir", str(args.runs_dir)] if args.runs_dir else []
