@@ -44,7 +44,7 @@ class WorkerPoolConfig(ConfigModel):
     """Number of workers: engines, or ranks of a trainer."""
     num_cpus: Annotated[float, Field(gt=0)] = 1
     """CPU cores that Ray reserves for each worker."""
-    threads: Annotated[int, Field(ge=1)] = 1
+    threads: Annotated[int, Field(ge=1, le=1024)] = 1
     """Compute threads of each worker where `device` is cpu."""
     resources: dict[str, Annotated[float, Field(gt=0)]] = Field(default_factory=dict)
     """Amounts of custom Ray resources that each worker needs on its node, for instance {"rollout": 1}."""

@@ -142,7 +142,7 @@ class TaskConfig(ConfigModel):
     """Variables that the template is given, for instance {enable_thinking: false}."""
     tools: tuple[dict[str, Any], ...] = ()
     """Schemas of tools that the template is given."""
-    group_size: Annotated[int, Field(ge=1)] = 8
+    group_size: Annotated[int, Field(ge=1, le=65_536)] = 8
     """Trajectories of each prompt."""
     max_prompt_tokens: Annotated[int, Field(ge=1)] = 64
     """Longest prompt, tokens. Prompts are never cut."""

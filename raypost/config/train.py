@@ -39,7 +39,7 @@ class TrainConfig(RankPoolConfig):
 
     num_steps: Annotated[int, Field(ge=1)]
     """Train steps of the run. A finished run is continued by raising this."""
-    batch_size: Annotated[int, Field(ge=1)]
+    batch_size: Annotated[int, Field(ge=1, le=1_048_576)]
     """Groups (prompts with their trajectories) in the batch of a train step, over all tasks."""
     micro_batch_tokens: Annotated[int, Field(ge=1)] = 8192
     """Most tokens of one forward pass, padding included."""
@@ -49,7 +49,7 @@ class TrainConfig(RankPoolConfig):
     share_prompts: Literal["auto", "off"] = "auto"
     """Whether a prompt is computed once for all trajectories of its group. auto: where this takes less time, and
     `packing` is on. off: never."""
-    logits_mb: Annotated[int, Field(ge=1)] = 512
+    logits_mb: Annotated[int, Field(ge=1, le=1_048_576)] = 512
     """Most memory for logits at a time, MiB of float32; more are computed in chunks, and again in the backward
     pass."""
     num_minibatches: Annotated[int, Field(ge=1)] = 1
@@ -85,7 +85,7 @@ class TrainConfig(RankPoolConfig):
     """Norm that the gradient is clipped to."""
     gradient_checkpointing: bool = False
     """Compute activations again in the backward pass instead of keeping them: less memory, more time."""
-    bucket_mb: Annotated[int, Field(ge=1)] = 256
+    bucket_mb: Annotated[int, Field(ge=1, le=65_536)] = 256
     """Size of the buckets in which weights are gathered and sent, MiB."""
     step_timeout_s: Annotated[float, Field(gt=0)] = 1800
     """Longest time that a train step, a publication of weights or a checkpoint may take, seconds."""
@@ -95,9 +95,18 @@ class TrainConfig(RankPoolConfig):
         kind = self.advantage.kind
         if kind == "gae" and self.critic is None:
             raise ValueError("advantage.kind is 'gae', but critic is null: set critic, for instance to {}")
-        if self.critic is not None and kind != "gae" and ":" not in kind:
+        if self.critic is not None and kind != "gae":
             raise ValueError(
-                f"critic is set, but advantage.kind {kind!r} uses none: leave it out, or use gae"
+                f"critic is set, but advantage.kind {kind!r} gives it nothing to learn from: leave it out, or use gae"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _warm_up_ends(self) -> TrainConfig:
+        if self.warmup_steps > self.num_steps:
+            raise ValueError(
+                f"warmup_steps is {self.warmup_steps}, more than num_steps {self.num_steps}: the learning rate would "
+                "never reach learning_rate; use fewer"
             )
         return self
 

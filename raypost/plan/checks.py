@@ -236,6 +236,8 @@ def _local_tokenizer(config: Config) -> Tokenizer | None:
 def run_dir_problems(config: Config) -> list[str]:
     """Check that the run's files can be written, over nothing but this run's own."""
     run_dir = config.run_dir
+    if (system := run_dir.absolute().parts[1:2]) and system[0] in ("proc", "sys", "dev"):
+        return [f"run folder {run_dir} lies in /{system[0]}, which keeps no files: choose another runs_dir="]
     existing = next(folder for folder in (run_dir, *run_dir.parents) if folder.exists())
     if not existing.is_dir():
         return [

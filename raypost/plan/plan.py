@@ -43,6 +43,8 @@ from raypost.plan.schedule import (
     started_at_once,
     strategy_warnings,
 )
+from raypost.plan.surprises import surprises
+from raypost.plan.user_code import findings
 
 __all__ = ["Bound", "Bundle", "ClusterResources", "Plan", "bundles", "check"]
 
@@ -83,16 +85,17 @@ def check(
 ) -> Plan:
     """Return the plan of `config`, on `cluster` if given.
 
-    `tried`: judges were tried, and are not again. `offline`: no service is asked, which is a warning.
+    `tried`: the user's own functions were tried, and are not again. `offline`: no service is asked, which is a
+    warning.
 
     Raises ConfigError listing all problems at once; ClusterError if the cluster's resources are the only one.
     """
-    problems = [
-        *name_problems(config),
-        *model_problems(config),
-        *source_problems(config, tried=tried, offline=offline),
-    ]
-    problems += [*composition_problems(config), *run_dir_problems(config), *schedule_problems(config)]
+    found = [] if tried else findings(config)
+    problems = [*name_problems(config), *model_problems(config), *composition_problems(config)]
+    problems += [*run_dir_problems(config), *(one.text for one in found if one.refused)]
+    if not any(one.refused for one in found):  # both call what was tried
+        problems += source_problems(config, tried=tried, offline=offline)
+        problems += schedule_problems(config)
     lacking = shortages(config, cluster) if cluster else []
     if cluster and not cluster.elastic:
         problems += lacking
@@ -111,6 +114,7 @@ def check(
         warnings=(
             *(_unasked(config) if offline else ()),
             *_warnings(config),
+            *(one.text for one in found if not one.refused),
             *_cluster_warnings(config, cluster, lacking, homes),
         ),
     )
@@ -193,6 +197,7 @@ def _warnings(config: Config) -> Iterator[str]:
         yield from (f"task {task.name!r}: {text}" for text in strategy_warnings(task, config))
         yield from (f"task {task.name!r}: {place} {UNSANDBOXED}" for place in task.unsandboxed)
     yield from model_warnings(config)
+    yield from surprises(config)
     slots, requests = rollout.num_slots, _requests(config)
     if requests < slots:
         yield (

@@ -10,7 +10,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from raypost.config import Config, StrategyConfig, TaskConfig
-from raypost.config.imports import load_function
 from raypost.errors import ConfigError
 from raypost.production.build import allocation_of, strategy_of
 from raypost.production.strategy import oversample_budget
@@ -97,14 +96,15 @@ def _buffer_problems(config: Config) -> Iterator[str]:
             f"buffer.max_groups {buffer.max_groups} < 2 x train.batch_size {batch}: the batch that is trained stays "
             f"until it is acknowledged, and the next is collected beside it; use at least {2 * batch}"
         )
-    for task in config.tasks:
-        trigger = task.strategy.tail_batch_trigger_size
-        if trigger > 0 and trigger + 2 * batch > buffer.max_groups:
-            yield (
-                f"task {task.name!r}: tail_batch_trigger_size {trigger} + 2 x train.batch_size {batch} > "
-                f"buffer.max_groups {buffer.max_groups}: the expired groups that wait for their tail batch would "
-                f"keep the buffer full; raise max_groups to {trigger + 2 * batch} or lower the trigger"
-            )
+    triggers = {task.name: max(0, task.strategy.tail_batch_trigger_size) for task in config.tasks}
+    waiting = sum(triggers.values())
+    if waiting and waiting + 2 * batch > buffer.max_groups:
+        of = " + ".join(f"{trigger} ({name})" for name, trigger in triggers.items() if trigger)
+        yield (
+            f"tail_batch_trigger_size {of} + 2 x train.batch_size {batch} > buffer.max_groups {buffer.max_groups}: the "
+            "expired groups that wait for their tail batches would keep the buffer full; raise max_groups to "
+            f"{waiting + 2 * batch} or lower the triggers"
+        )
 
 
 def _strategy_problems(task: TaskConfig, config: Config) -> Iterator[str]:
@@ -120,17 +120,6 @@ def _strategy_problems(task: TaskConfig, config: Config) -> Iterator[str]:
             f"tail_batch_max_tries is {strategy.tail_batch_max_tries}, but tail_batch_trigger_size is -1: there is "
             "no tail batch to wait for, and the group would never be finished; use 0 or more"
         )
-    functions = {
-        "strategy.is_valid": strategy.is_valid,
-        "strategy.should_continue": strategy.should_continue,
-        "agent_loop.environment": task.agent_loop.environment,
-    }
-    for what, path in functions.items():
-        if path is not None:
-            try:
-                load_function(path, what)
-            except ConfigError as error:
-                yield str(error)
 
 
 def _token_problems(strategy: StrategyConfig) -> Iterator[str]:

@@ -63,7 +63,7 @@ BAD = [
     ),
     (plain_config(train__advantage={"kind": "gpo"}), ["train.advantage", "'gpo'", "there are grpo, dr_grpo"]),
     (plain_config(train__advantage={"kind": "gae"}), ["train: ", "'gae'", "critic is null"]),
-    (plain_config(train__critic={}), ["critic is set", "'grpo' uses none"]),
+    (plain_config(train__critic={}), ["critic is set", "'grpo' gives it nothing to learn from"]),
     (
         plain_config(train__advantage__overlong_buffer=999),
         ["max_tokens", "overlong_buffer 999", "smaller buffer"],

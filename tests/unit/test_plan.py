@@ -554,7 +554,7 @@ def test_what_cannot_share_devices_is_refused(
 
 
 def test_a_round_may_end_early_only_where_nothing_waits_for_whole_batches(tmp_path: Path) -> None:
-    early = {"tasks__0__strategy": {"kind": "sync", "should_continue": f"{__name__}:config_of"}}
+    early = {"tasks__0__strategy": {"kind": "sync", "should_continue": "operator:lt"}}
     assert "would starve" in refusal(config_of(tmp_path, **early))
     plan.check(colocated(tmp_path, **early))
 
