@@ -14,6 +14,7 @@ from raypost.config.algorithm import (
     SftConfig,
 )
 from raypost.config.judges import JudgeConfig
+from raypost.config.load import load_config, parse_config
 from raypost.config.resources import (
     ConfigModel,
     EnginePoolConfig,
@@ -30,8 +31,6 @@ from raypost.config.run import (
     RewardModelConfig,
     RolloutConfig,
     SyncConfig,
-    load_config,
-    parse_config,
 )
 from raypost.config.source import SourceConfig
 from raypost.config.tasks import AgentLoopConfig, StrategyConfig, TaskConfig
