@@ -15,11 +15,11 @@ from pydantic import Field, model_validator
 from raypost.config.resources import ConfigModel, EnginePoolConfig, PoolConfig
 from raypost.config.source import SourceConfig
 from raypost.config.tasks import TaskConfig
+from raypost.config.trackers import TrackerKind
 from raypost.config.train import TrainConfig
 from raypost.pause import PauseMode
 
 Device = Literal["cpu", "cuda"]
-TrackerKind = Literal["tensorboard", "wandb", "trackio", "mlflow"]
 
 
 class ModelConfig(ConfigModel):
@@ -205,9 +205,8 @@ class Config(ConfigModel):
     keep_samples: Annotated[int, Field(ge=0, le=1000)] = 2
     """Groups of each batch whose trajectories are kept for looking at (`raypost samples`); 0: none."""
     trackers: tuple[TrackerKind, ...] = ("tensorboard",)
-    """Where metrics go beside the run folder's own files: tensorboard (in the run folder), wandb, trackio, mlflow (a
-    folder `mlflow` in the run folder, or where MLFLOW_TRACKING_URI points). All but tensorboard are extras of the
-    package: `pip install raypost[wandb]`."""
+    """Where metrics go beside the run folder's own files: tensorboard and mlflow in the run folder, wandb, trackio.
+    All but tensorboard are extras of the package: `pip install 'raypost[wandb]'`."""
 
     @property
     def run_dir(self) -> Path:

@@ -14,6 +14,7 @@ from pathlib import Path
 from raypost.config import Config, TaskConfig
 from raypost.config.identity import run_digest
 from raypost.config.judges import UNSANDBOXED
+from raypost.config.trackers import tracker_problems
 from raypost.data.task_source import also_trained, evaluation_prompts
 from raypost.errors import ClusterError, ConfigError
 from raypost.plan.checks import (
@@ -96,6 +97,7 @@ def check(
     if not any(one.refused for one in found):  # both call what was tried
         problems += source_problems(config, tried=tried, offline=offline)
         problems += schedule_problems(config)
+    problems += tracker_problems(config.trackers)
     lacking = shortages(config, cluster) if cluster else []
     if cluster and not cluster.elastic:
         problems += lacking

@@ -1,6 +1,6 @@
 """RunWriter: what a run writes into its folder while it goes on, and the report at its end.
 
-    config.yaml     as resolved              tensorboard/   scalars of steps and evaluations
+    config.yaml     as resolved              tensorboard/   scalars of steps and evaluations, as other trackers
     metrics.jsonl   a line a step            report.json    figures
     events.jsonl    sessions, evaluations,   report.html    the same with plots, self-contained
                     syncs, counts, memory    timeline.png, curves.png
@@ -20,18 +20,15 @@ from pathlib import Path
 from typing import Any
 
 import yaml
-from tensorboard.compat.proto.event_pb2 import Event, SessionLog
-from tensorboard.compat.proto.summary_pb2 import Summary
-from tensorboard.summary.writer.event_file_writer import EventFileWriter
 
 from raypost.config import Config, parse_config
 from raypost.metrics import finite_floats
 from raypost.report import files
 from raypost.report.record import RunRecord, load_record
 from raypost.report.report_json import build_report, package_versions
+from raypost.report.trackers import Trackers
 from raypost.types import GroupCounts, RunStatus, Span, SyncReport
 
-TENSORBOARD_FLUSH_S = 10
 MAX_PROBLEMS = 20
 """Of a session: more would say nothing new."""
 
@@ -45,25 +42,19 @@ class RunWriter:
         """Begin a session, at `started_s` (seconds since the epoch) or now."""
         run_dir.mkdir(parents=True, exist_ok=True)
         self._run_dir = run_dir
-        self._resumed = (run_dir / files.METRICS).exists()
         dumped = yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False, allow_unicode=True)
         files.write_atomically(run_dir / files.CONFIG, dumped)
         self._metrics = files.LineWriter(run_dir / files.METRICS)
         self._events = files.LineWriter(run_dir / files.EVENTS)
         self._spans = files.LineWriter(run_dir / files.SPANS)
-        self._tensorboard = EventFileWriter(str(run_dir / files.TENSORBOARD), flush_secs=TENSORBOARD_FLUSH_S)
+        self._trackers = Trackers(config, run_dir)
         self._problems: set[str] = set()
         self._event("start", {"versions": package_versions()}, started_s)
 
     def write_step(self, step: int, metrics: Mapping[str, Any]) -> None:
-        """Record train step `step` (1-based). Numbers also go to TensorBoard, lists only to the file."""
+        """Record train step `step` (1-based). Numbers also go to the trackers, lists only to the file."""
         line = {name: value for name, value in metrics.items() if name not in ("step", "time_s")}
         self._metrics.write({"step": step, "time_s": time.time(), **line})
-        if self._resumed:
-            # TensorBoard then forgets what an earlier session showed from here on.
-            restart = Event(wall_time=time.time(), step=step, session_log=SessionLog(status=SessionLog.START))
-            self._tensorboard.add_event(restart)
-            self._resumed = False
         self._scalars("train", step, finite_floats(line))
 
     def write_eval(self, step: int, metrics: Mapping[str, Any]) -> None:
@@ -111,21 +102,29 @@ class RunWriter:
         if groups is not None:
             self.write_counts(groups)
         self._event("end", {"status": status, "error": error})
-        self.close()
-        return rebuild(self._run_dir)
+        report = rebuild(self._run_dir)
+        attached = [self._run_dir / name for name in (files.REPORT_HTML, files.REPORT_JSON, files.CONFIG)]
+        self._trackers.finish(status, attached)
+        return rebuild(self._run_dir) if self._write_problems() else report
 
     def close(self) -> None:
-        """Flush and close TensorBoard's file without writing a report. Idempotent."""
-        self._tensorboard.close()
+        """End the trackers without writing a report. Idempotent."""
+        self._trackers.finish(None, [])
+        self._write_problems()
 
     def _event(self, event: str, fields: Mapping[str, Any], time_s: float | None = None) -> None:
         self._events.write({"event": event, "time_s": time.time() if time_s is None else time_s, **fields})
 
     def _scalars(self, prefix: str, step: int, values: Mapping[str, float]) -> None:
-        summary = Summary(
-            value=[Summary.Value(tag=f"{prefix}/{n}", simple_value=v) for n, v in values.items()]
-        )
-        self._tensorboard.add_event(Event(wall_time=time.time(), step=step, summary=summary))
+        self._trackers.log(step, {f"{prefix}/{name}": value for name, value in values.items()})
+        self._write_problems()
+
+    def _write_problems(self) -> bool:
+        """Record what the trackers could not do; returns whether there was something."""
+        found = self._trackers.problems()
+        for text in found:
+            self.write_problem(text)
+        return bool(found)
 
 
 def rebuild(run_dir: Path) -> dict[str, Any]:
