@@ -46,7 +46,6 @@ from jobs.wiring import spawn
 from raypost import metrics
 from raypost.config import Config
 from raypost.ledger.events import LedgerEvent
-from raypost.owner import TRACEBACK
 from raypost.types import EVALUATION_PRIORITY, GenerateRequest, SampleParams
 
 SyncMode = Literal["abort", "keep", "wait", "swap"]
@@ -222,7 +221,7 @@ def main() -> int:
             measure(cfg, stop, modes, found),
             stop,
             "the figures are those of the steps so far",
-            cfg.run_dir / TRACEBACK,
+            cfg.run_dir / "traceback.txt",
         )
     if code == 0:
         print(json.dumps(found), flush=True)

@@ -17,7 +17,6 @@ import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
-from raypost.checkpoint import share_weights
 from raypost.config import ModelConfig
 from raypost.errors import ConfigError
 from raypost.models import smollm2, tiny
@@ -130,7 +129,8 @@ def cached(target: Path, make: Callable[[Path], None]) -> Path:
         log.info("model: making %s, once", target)
         make(building)
         building.chmod(0o755)
-        share_weights(building)
+        for weights in building.glob("*.safetensors"):
+            weights.chmod(0o644)  # which safetensors lets the owner alone read
         try:
             building.rename(target)
         except OSError:
