@@ -20,7 +20,9 @@ QUESTION = "State the final answer to the following arithmetic problem: {} + {} 
 
 def write(path: Path, numbers: range) -> str:
     rows = [{"prompt": QUESTION.format(n, n), "answer": str(2 * n)} for n in numbers]
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    text = "".join(json.dumps(row) + "\n" for row in rows)
+    if not path.exists() or path.read_text() != text:  # an index belongs to a file that was not written since
+        path.write_text(text)
     return str(path)
 
 
