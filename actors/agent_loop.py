@@ -9,13 +9,14 @@ from __future__ import annotations
 import functools
 
 from actors.remote import ACTOR_ERRORS, CallBatches, RemotePool
+from raypost.agent_loop.custom import CustomAgentLoop, LoopContext
 from raypost.agent_loop.environment import EnvironmentAgentLoop
 from raypost.agent_loop.single_turn import SingleTurnAgentLoop
 from raypost.config import Config, RolloutConfig, TaskConfig
 from raypost.config.imports import load_function
 from raypost.data.tokenizer import Tokenizer
 from raypost.packed import PackedGroups, pack_groups, unpack_groups
-from raypost.protocols import Generator, Judge
+from raypost.protocols import AgentLoop, Generator, Judge
 from raypost.types import Group
 
 MANY = {"run": 8, "judge": 8}
@@ -55,12 +56,18 @@ class AgentLoopWorker(CallBatches):
 
 def _build(
     task: TaskConfig, rollout: RolloutConfig, tokenizer: Tokenizer, generator: Generator, judge: Judge
-) -> SingleTurnAgentLoop | EnvironmentAgentLoop:
+) -> AgentLoop:
     rollout = rollout.model_copy(update={"request_timeout_s": rollout.request_timeout_s + MARGIN_S})
     options, strategy = task.agent_loop, task.strategy
+    if options.kind == "custom":
+        return CustomAgentLoop(
+            LoopContext(task=task, rollout=rollout, generator=generator, judge=judge, tokenizer=tokenizer)
+        )
     if options.environment is None:
         return SingleTurnAgentLoop(generator, judge, tokenizer.decode, rollout=rollout, strategy=strategy)
-    make = load_function(options.environment, f"task {task.name!r}: agent_loop.environment")
+    make = load_function(
+        options.environment, f"task {task.name!r}: agent_loop.environment", options.file_source
+    )
     return EnvironmentAgentLoop(
         generator,
         functools.partial(make, **options.params),

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 from raypost.version import __version__
 
 if TYPE_CHECKING:
+    from raypost.agent_loop.custom import LoopContext
     from raypost.agent_loop.environment import Environment, EnvironmentAgentLoop, Observation
     from raypost.agent_loop.single_turn import SingleTurnAgentLoop
     from raypost.collector import Collector, DialogTurn, collect
@@ -72,6 +73,7 @@ __all__ = [
     "JudgeError",
     "Ledger",
     "LedgerError",
+    "LoopContext",
     "NoWorkersError",
     "Observation",
     "ProduceBatchStatus",
@@ -98,6 +100,7 @@ __all__ = [
 ]
 
 _MODULES = {
+    "raypost.agent_loop.custom": "LoopContext",
     "raypost.agent_loop.environment": "Environment EnvironmentAgentLoop Observation",
     "raypost.agent_loop.single_turn": "SingleTurnAgentLoop",
     "raypost.collector": "Collector DialogTurn collect",

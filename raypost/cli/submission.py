@@ -85,12 +85,13 @@ class Submission:
 
 def _check_functions(config: Config, path: Path, root: Path) -> None:
     for task in config.tasks:
-        for place, judge in task.judge.every():
-            file = function_file(judge.function)
+        named = [(f"{place}.function", judge.function) for place, judge in task.judge.every()]
+        for place, function in [*named, ("agent_loop", task.agent_loop.named)]:
+            file = function_file(function)
             if file is not None and not (path.parent / file).resolve().is_relative_to(root):
                 raise ConfigError(
-                    f"task {task.name!r}: {place}.function {judge.function!r} lies outside {root}, which is what "
-                    "travels to the job: move its file there"
+                    f"task {task.name!r}: {place} {function!r} lies outside {root}, which is what travels to the "
+                    "job: move its file there"
                 )
 
 

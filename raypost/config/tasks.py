@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, ValidationInfo, model_validator
 
 from raypost.config.embedded import read_text
-from raypost.config.judges import JudgeConfig
+from raypost.config.judges import JudgeConfig, function_file
 from raypost.config.resources import ConfigModel
 from raypost.config.source import SourceConfig
 from raypost.staleness import stale_threshold
@@ -82,14 +82,19 @@ class StrategyConfig(ConfigModel):
 class AgentLoopConfig(ConfigModel):
     """How a prompt becomes a trajectory."""
 
-    kind: Literal["single_turn", "environment"] = "single_turn"
+    kind: Literal["single_turn", "environment", "custom"] = "single_turn"
     """single_turn: one response, scored by the judge. environment: turns with an environment, which gives the
-    rewards."""
+    rewards. custom: an agent loop of yours."""
     environment: str | None = None
-    """`module:function`, called with `params` for every trajectory, that returns an environment with
-    `reset(metadata)` and `step(action)`."""
+    """`module:function`, or `game.py:Game` relative to the configuration's folder, called with `params` for every
+    trajectory, that returns an environment with `reset(metadata)` and `step(action)`."""
+    loop: str | None = None
+    """With kind custom: `module:Class` or `loop.py:Class`, called once in each agent-loop actor with a LoopContext and
+    `params`, that returns an AgentLoop."""
+    file_source: str | None = None
+    """Text of the file that `environment` or `loop` names, read when the configuration is loaded. null: a module."""
     params: dict[str, Any] = Field(default_factory=dict)
-    """Arguments of that function."""
+    """Arguments of that function or class."""
     max_turns: Annotated[int, Field(ge=1)] = 16
     """Most turns of a trajectory."""
     max_turn_tokens: Annotated[int, Field(ge=1)] | None = None
@@ -97,14 +102,36 @@ class AgentLoopConfig(ConfigModel):
     step_timeout_s: Annotated[float, Field(gt=0)] = 60
     """Longest time that an environment may take for `reset` or `step`, seconds."""
 
+    @property
+    def named(self) -> str | None:
+        """The function or class of yours that it names."""
+        return self.environment or self.loop
+
+    @model_validator(mode="before")
+    @classmethod
+    def _read_file(cls, data: Any, info: ValidationInfo) -> Any:
+        if not isinstance(data, dict) or data.get("file_source") is not None:
+            return data
+        named = data.get("environment") or data.get("loop")
+        file = function_file(named)
+        if file is None:
+            return data
+        path = Path((info.context or {}).get("folder", ".")) / Path(file).expanduser()
+        what = f"{'environment' if data.get('environment') else 'loop'} {named!r}"
+        return {
+            **data,
+            "file_source": read_text(path, what, "put it into a module, and name that as module:NAME"),
+        }
+
     @model_validator(mode="after")
-    def _environment_is_named(self) -> AgentLoopConfig:
+    def _what_it_needs_is_named(self) -> AgentLoopConfig:
         if self.kind == "environment" and self.environment is None:
             raise ValueError("kind 'environment' needs `environment`: name its function as module:function")
-        if self.kind == "single_turn" and self.environment is not None:
-            raise ValueError(
-                f"environment {self.environment!r} is not used by kind 'single_turn': use 'environment'"
-            )
+        if self.kind == "custom" and self.loop is None:
+            raise ValueError("kind 'custom' needs `loop`: name its class as FILE.py:CLASS or module:CLASS")
+        for kind, name in (("environment", "environment"), ("custom", "loop")):
+            if self.kind != kind and (value := getattr(self, name)) is not None:
+                raise ValueError(f"{name} {value!r} is not used by kind {self.kind!r}: use {kind!r}")
         return self
 
 

@@ -26,6 +26,7 @@ from raypost.judges.trial import try_judges
 from raypost.models import tiny
 from raypost.models.resolve import SMOLLM2, TINY, check_model
 from raypost.owner import OF_NO_RUN, owner
+from raypost.plan.loops import loop_problems
 from raypost.plan.models import local_folder, problem
 from raypost.trainer.batch.sft import check_examples
 
@@ -135,10 +136,17 @@ def source_problems(config: Config, *, tried: bool = False, offline: bool = Fals
                 _unknown_gym_names(task)
                 or _prompt_problems(task, config, tokenizer)
                 or _unreadable(task, config)
-                or ([] if tried else [*_judge_problems(task, config, offline), *_code_problems(task, config)])
+                or ([] if tried else list(_trials(task, config, tokenizer, offline)))
             )
         except ConfigError as error:
             yield str(error)
+
+
+def _trials(task: TaskConfig, config: Config, tokenizer: Tokenizer | None, offline: bool) -> Iterator[str]:
+    """Try what is the user's own: agent loop, environment, judges."""
+    yield from loop_problems(task, config, tokenizer)
+    yield from _judge_problems(task, config, offline)
+    yield from _code_problems(task, config)
 
 
 def _judge_problems(task: TaskConfig, config: Config, offline: bool) -> Iterator[str]:
@@ -151,7 +159,7 @@ def _judge_problems(task: TaskConfig, config: Config, offline: bool) -> Iterator
 def _code_problems(task: TaskConfig, config: Config) -> Iterator[str]:
     """Check that there is a sandbox, that the first prompts have tests, and that those of some of them can be run."""
     judges = [(place, judge) for place, judge in task.judge.every() if judge.kind == "code"]
-    if not judges or task.agent_loop.kind != "single_turn":
+    if not judges or task.agent_loop.kind == "environment":
         return
     prompts = check_source(task, config.seed)
     for place, judge in judges:

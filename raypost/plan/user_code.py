@@ -47,6 +47,8 @@ class UserCode(NamedTuple):
     kind: str
     task: int = 0
     """Which task it is of."""
+    source: str | None = None
+    """Text of its file, if it is no module's."""
 
 
 class Finding(NamedTuple):
@@ -73,7 +75,11 @@ def user_code(config: Config) -> list[UserCode]:
             UserCode(place + "strategy.is_valid", strategy.is_valid or "", "is_valid", index),
             UserCode(place + "strategy.should_continue", strategy.should_continue or "", "should_continue"),
             UserCode(
-                place + "agent_loop.environment", task.agent_loop.environment or "", "environment", index
+                place + "agent_loop.environment",
+                task.agent_loop.environment or "",
+                "environment",
+                index,
+                task.agent_loop.file_source,
             ),
             UserCode(
                 place + "source.dataset", str(source.dataset) if source.kind == "python" else "", "import"
@@ -187,7 +193,7 @@ def trial(one: UserCode, config: Config) -> tuple[str, bool] | None:
 def _loaded(one: UserCode, *args: object, **kwargs: object) -> Callable[..., Any]:
     """Return the function. Raises ConfigError unless it can be called with these arguments."""
     try:
-        function = load_function(one.path, one.what)
+        function = load_function(one.path, one.what, one.source)
     except SystemExit as error:
         raise ConfigError(f"{one.what} is {one.path!r}, whose import ends the process: {error!r}") from None
     _check_call(function, one, *args, **kwargs)

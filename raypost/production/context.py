@@ -265,7 +265,7 @@ class ProduceContext:
         if error is None:
             try:
                 group = entry.task.result()
-                check_members(entry, group)
+                check_members(entry.key, entry.last_known, group)
                 return group
             # A supervision boundary: what an agent loop returns may be anything.
             except Exception as raised:

@@ -14,13 +14,14 @@ from __future__ import annotations
 
 import math
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from numbers import Real
 
 from raypost.errors import AlignmentError, Boundary, ProductionError, blame, boundary_of
 from raypost.production.pending import PendingGroup
 from raypost.production.strategy import AsyncProduceStrategy
-from raypost.types import Group, RolloutState, Status
+from raypost.types import Group, GroupKey, RolloutState, Status
 
 _RETURNED = (Status.INIT, Status.COMPLETED, Status.ABORTED, Status.EXPIRED, Status.FAILED, Status.FILTERED)
 """What a member may be when its agent loop returns it."""
@@ -62,13 +63,13 @@ def failed(entry: PendingGroup, error: Exception) -> Group:
     return group
 
 
-def check_members(entry: PendingGroup, group: Group) -> None:
+def check_members(key: GroupKey, started: Sequence[RolloutState], group: Group) -> None:
     """Mark members that cannot be trained FAILED. Raises ProductionError if it is not the group that was started."""
     came = [(state.task, state.group_id, state.sample_index) for state in group.states]
-    sent = [(state.task, state.group_id, state.sample_index) for state in entry.last_known]
-    if group.key != entry.key or came != sent:
+    sent = [(state.task, state.group_id, state.sample_index) for state in started]
+    if group.key != key or came != sent:
         raise ProductionError(
-            f"the agent loop of task {entry.key[0]!r} was given group {entry.key} with the samples "
+            f"the agent loop of task {key[0]!r} was given group {key} with the samples "
             f"{[index for _, _, index in sent]} and returned {group.key} with {came!r:.200}: it must return the same "
             "trajectories"
         )

@@ -60,6 +60,22 @@ def test_reward_functions_of_trl_train_unchanged(private_cluster: PrivateCluster
     assert set(parts) == {"accuracy", "length"} and 0 < parts["length"]["mean"] < 1
 
 
+@pytest.mark.slow
+def test_an_environment_of_ones_own_trains_over_several_turns(
+    private_cluster: PrivateCluster, folder: Path
+) -> None:
+    steps = ["train.num_steps=3", "train.batch_size=8", "eval.num_prompts=8"]
+    config = str(EXAMPLES / "environment" / "config.yaml")
+    job = Job(private_cluster, folder, "environment", *steps, config=config)
+    assert job.wait() == 0, job.output()
+    report = job.report()
+    assert (report["status"], report["steps"]) == ("finished", 3)
+    assert_adds_up(report)
+    record = yaml.safe_load((job.run_dir / "config.yaml").read_text())
+    source = record["tasks"][0]["agent_loop"]["file_source"]
+    assert source == (EXAMPLES / "environment" / "game.py").read_text()
+
+
 def test_a_reward_function_that_always_raises_ends_the_run_with_its_words(
     private_cluster: PrivateCluster, folder: Path
 ) -> None:
