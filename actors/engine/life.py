@@ -9,9 +9,11 @@ Invariants: a process whose engine died ends itself; an engine's process ends it
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import os
 import select
+import signal
 import threading
 import time
 from collections.abc import Awaitable, Callable
@@ -145,6 +147,19 @@ class EngineLife(Generic[EngineT]):
         except Exception as error:
             self.check(f": {error}")
             raise
+
+    async def answers(self, call: Awaitable[object], within_s: float, excused: Callable[[], bool]) -> None:
+        """End this process, and the engine's, if a call to the engine takes longer, unless that is `excused` then."""
+        try:
+            async with asyncio.timeout(within_s):
+                await self.alive(call)
+        except TimeoutError:
+            if excused():
+                return
+            for pid in self.info.engine_pids if self.info is not None else ():
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+            self._die(f"its engine did not answer for {within_s:.0f} s")
 
     def check(self, why: str = "") -> None:
         """End this process if the engine is dead."""

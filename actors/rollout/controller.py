@@ -33,6 +33,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any
 
+import ray
 from ray.actor import ActorHandle
 
 from actors.engine.life import EngineInfo
@@ -108,6 +109,7 @@ class RolloutController(CallBatches):
         """True from the call of `sleep` on: no engine is started."""
         self._failure: str | None = None
         """Why no worker will come any more."""
+        self._watching: asyncio.Task[None] | None = None
         self._control = asyncio.Lock()
         self._changed = asyncio.Condition()
         self._table = self._table_of_epoch(0)
@@ -121,12 +123,32 @@ class RolloutController(CallBatches):
         return None if self._weights is None else self._weights.manifest.version
 
     async def start(self) -> list[EngineInfo]:
-        """Start all engines at once. Raises the first failing worker's error, or WaitTimeoutError."""
-        infos = await asyncio.gather(*(self._start_engine(worker) for worker in self._workers))
+        """Start all engines at once. A worker that dies meanwhile starts again, RECOVERY_TRIES times at most.
+
+        Raises the first failing worker's error, or WaitTimeoutError.
+        """
+        infos = await asyncio.gather(*(self._start_first(worker) for worker in self._workers))
         for worker in self._workers:
             worker.state = WorkerState.UP
         await self._notify()
+        self._watching = asyncio.create_task(self._watch(), name="watch the workers")
         return infos
+
+    async def _start_first(self, worker: PoolWorker) -> EngineInfo:
+        for attempt in range(1, RECOVERY_TRIES + 1):
+            try:
+                return await self._start_engine(worker)
+            except GONE as error:
+                died = error
+                log.warning(
+                    "%s died while its engine started (try %d of %d): %s",
+                    worker.name, attempt, RECOVERY_TRIES, type(error).__name__,
+                )  # fmt: skip
+                await asyncio.sleep(min(30.0, 0.5 * 2**attempt))
+        raise RaypostError(
+            f"{worker.name} died {RECOVERY_TRIES} times while its engine started ({type(died).__name__}): its log says "
+            "more, and the system's log whether memory ran out"
+        ) from died
 
     # ---------------------------------------------------------------- routing
 
@@ -348,6 +370,26 @@ class RolloutController(CallBatches):
 
     # ---------------------------------------------------------------- death and return
 
+    async def _watch(self) -> None:
+        """Ask all workers again and again whether they are alive."""
+        while True:
+            await asyncio.sleep(self._rollout.liveness_timeout_s / 4)
+            up = [worker for worker in self._workers if worker.state is WorkerState.UP]
+            await asyncio.gather(*(self._ping(worker) for worker in up))
+
+    async def _ping(self, worker: PoolWorker) -> None:
+        incarnation, limit_s = worker.incarnation, self._rollout.liveness_timeout_s
+        try:
+            # A worker finds out about its engine by itself, and ends.
+            await within(worker.handle.ping.remote(), 1.5 * limit_s, f"{worker.name} to say that it is alive")
+        except GONE as error:
+            if worker.incarnation == incarnation:
+                await self._lost(worker, type(error).__name__)
+        except WaitTimeoutError as error:
+            if worker.incarnation == incarnation and worker.state is WorkerState.UP:
+                ray.kill(worker.handle, no_restart=False)
+                await self._lost(worker, str(error))
+
     async def _lost(self, worker: PoolWorker, error: str) -> None:
         if worker.state is not WorkerState.UP:
             return
@@ -440,6 +482,8 @@ class RolloutController(CallBatches):
 
     async def shutdown(self) -> None:
         """End recoveries and engines. Workers that do not answer are killed by the caller."""
+        if self._watching is not None:
+            self._watching.cancel()
         for worker in self._workers:
             if worker.recovering is not None:
                 worker.recovering.cancel()

@@ -383,6 +383,16 @@ class RolloutWorker(CallBatches):
 
     # ---------------------------------------------------------------- what can be seen
 
+    async def ping(self) -> None:
+        """Return once the engine has answered; this process ends if it does not within `liveness_timeout_s`.
+
+        What pauses, loads or starts it has a deadline of its own, and an engine that sleeps is not asked.
+        """
+        engine = self._life.engine
+        if engine is not None and not engine.asleep and not self._control.locked():
+            limit_s = self._config.rollout.liveness_timeout_s
+            await self._life.answers(engine.held(), limit_s, excused=self._control.locked)
+
     async def stats(self) -> WorkerStats:
         """Return the counters since this worker was made."""
         return WorkerStats(

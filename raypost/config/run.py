@@ -65,6 +65,9 @@ class RolloutConfig(EnginePoolConfig):
     """Longest time that an engine may take to start or to restart, seconds."""
     request_timeout_s: Annotated[float, Field(gt=0)] = 600
     """Longest time that one generation may take, seconds."""
+    liveness_timeout_s: Annotated[float, Field(gt=0)] = 60
+    """Longest time that an engine may take to answer, between two of its steps, before it is taken for hung and is
+    started anew, seconds."""
     pause_timeout_s: Annotated[float, Field(gt=0)] = 60
     """Longest time that a pause may wait for engines and pending groups, seconds."""
     agent_workers: Annotated[int, Field(ge=1)] = 1

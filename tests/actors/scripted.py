@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import os
+import time
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -18,9 +20,18 @@ from raypost.types import GenerateRequest, GenerateResult, Span, WeightReport, W
 class ScriptedWorker(CallBatches):
     """Generates `max_tokens` tokens, one every `token_s` seconds, each carrying the version held then."""
 
-    def __init__(self, name: str, token_s: float = 0.0, lie: bool = False, start_s: float = 0.0) -> None:
+    def __init__(
+        self,
+        name: str,
+        token_s: float = 0.0,
+        lie: bool = False,
+        start_s: float = 0.0,
+        dies_unless: Path | None = None,
+    ) -> None:
         super().__init__()
         self.name, self.token_s, self.lie, self.start_s = name, token_s, lie, start_s
+        self.dies_unless = dies_unless
+        """A file without which its first start ends it."""
         self.version: int | None = None
         self.digest = ""
         self.gate_open = False
@@ -35,6 +46,9 @@ class ScriptedWorker(CallBatches):
 
     async def start(self) -> dict[str, Any]:
         await asyncio.sleep(self.start_s)
+        if self.dies_unless is not None and not self.dies_unless.exists():
+            self.dies_unless.touch()
+            os._exit(1)
         self.started = True
         return {"pid": os.getpid()}
 
@@ -127,6 +141,12 @@ class ScriptedWorker(CallBatches):
 
     async def drain_spans(self) -> list[Span]:
         return self.requests.drain_spans()
+
+    async def ping(self) -> None:
+        """It answers."""
+
+    async def hang(self) -> None:
+        time.sleep(1000)
 
     async def die(self) -> None:
         os._exit(1)

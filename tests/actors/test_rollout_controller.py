@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import time
 from collections.abc import Awaitable, Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -40,13 +41,22 @@ def request(name: str, max_tokens: int = 4) -> GenerateRequest:
 class Pool:
     """A controller actor and its scripted workers."""
 
-    def __init__(self, token_s: float, count: int = 2, liar: int | None = None, **rollout: Any) -> None:
+    def __init__(
+        self,
+        token_s: float,
+        count: int = 2,
+        liar: int | None = None,
+        dies_unless: Path | None = None,
+        **rollout: Any,
+    ) -> None:
         self.workers = {
             f"rollout-{n}": spawn(
                 scripted.ScriptedWorker,
                 f"rollout-{n}",
                 token_s,
                 n == liar,
+                0.0,
+                dies_unless,
                 name=f"scripted-{id(self)}-{n}",
                 max_restarts=-1,
             )
@@ -135,6 +145,35 @@ async def test_dead_workers_requests_continue_elsewhere_and_it_returns_with_the_
     assert (await pool.workers["rollout-0"].stats.remote()).version == 3
     served = await asyncio.gather(*(pool.generate(request(f"s{n}")) for n in range(8)))
     assert {result.worker for result in served} == set(pool.workers)
+
+
+async def test_worker_that_hangs_is_found_ended_and_brought_back_and_its_requests_go_on_elsewhere() -> None:
+    async def test(pool: Pool) -> None:
+        await pool.serve(3)
+        calls = [pool.generate(request(f"r{n}", 200)) for n in range(4)]
+        await asyncio.sleep(0.5)
+        pool.workers["rollout-0"].hang.remote()
+        for _ in range(DEADLINE_S * 20):
+            if (await pool.controller.states.remote())["rollout-0"] == "down":
+                break
+            await asyncio.sleep(0.05)
+        results = await asyncio.gather(*calls)
+        assert {one.finish_reason for one in results} == {"length"}
+        await pool.until_up("rollout-0")
+        results = await asyncio.gather(*(pool.generate(request(f"s{n}", 4)) for n in range(8)))
+        assert {one.worker for one in results} == {"rollout-0", "rollout-1"}
+        assert {int(v) for one in results for v in one.policy_versions} == {3}
+
+    await with_pool(test, token_s=0.01, liveness_timeout_s=1.0)
+
+
+async def test_worker_that_dies_while_its_engine_starts_is_started_again(tmp_path: Path) -> None:
+    async def test(pool: Pool) -> None:
+        await pool.serve(1)
+        assert set((await pool.controller.states.remote()).values()) == {"up"}
+
+    await with_pool(test, token_s=0.0, dies_unless=tmp_path / "died")
+    assert (tmp_path / "died").exists()
 
 
 async def test_worker_that_returns_during_a_pause_stays_paused_and_holds_the_new_version(pool: Pool) -> None:

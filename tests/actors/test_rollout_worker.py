@@ -535,6 +535,41 @@ async def test_actor_that_is_killed_while_its_engine_starts_leaves_no_engine_pro
         await asyncio.wait_for(starting, 30)
 
 
+@pytest.mark.slow
+async def test_actor_whose_engine_hangs_ends_with_it(local_ray: None, tmp_path: Path) -> None:
+    make_model(tmp_path, tied=True)
+    config = replace(CONFIG, rollout=CONFIG.rollout.model_copy(update={"liveness_timeout_s": 2.0}))
+    actor = spawn(RolloutWorker, "rollout-0", str(tmp_path), config, 0, name="hangs")
+    info = await asyncio.wait_for(actor.start.remote(), 120)
+    await asyncio.wait_for(actor.ping.remote(), 10)
+    for pid in info.engine_pids:
+        os.kill(pid, signal.SIGSTOP)
+    with pytest.raises(RayActorError):
+        await asyncio.wait_for(actor.ping.remote(), 30)
+    assert await gone([info.pid, *info.engine_pids], 10)
+
+
+async def test_process_whose_engine_does_not_answer_kills_it_and_ends_unless_that_is_excused() -> None:
+    script = """
+import asyncio, subprocess, sys
+from actors.engine.life import EngineInfo, EngineLife
+
+async def main():
+    life = EngineLife("rollout-0", None, None)
+    engine = subprocess.Popen(["sleep", "60"])
+    life.info = EngineInfo(1, [engine.pid], 0.0)
+    await life.answers(asyncio.sleep(0), 0.2, lambda: False)
+    await life.answers(asyncio.sleep(60), 0.2, lambda: True)
+    print(engine.pid, flush=True)
+    await life.answers(asyncio.sleep(60), 0.2, lambda: False)
+
+asyncio.run(main())
+"""
+    ended = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60)
+    assert ended.returncode == 1 and "its engine did not answer for 0 s" in ended.stderr
+    assert await gone([int(ended.stdout)], 10)
+
+
 def is_engine(process: psutil.Process) -> bool:
     with contextlib.suppress(psutil.Error):
         return any("spawn_main" in word or "EngineCore" in word for word in process.cmdline())
