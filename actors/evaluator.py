@@ -70,7 +70,9 @@ class Evaluator:
             min_tokens=task.min_tokens,
         )
         groups = []
-        for n, prompt in enumerate(evaluation_prompts(self._config, task, options.num_prompts)):
+        for n, prompt in enumerate(
+            evaluation_prompts(self._config, task, options.num_prompts, self._tokenizer)
+        ):
             prompt_ids = render(prompt, self._tokenizer, task)
             states = [
                 RolloutState(

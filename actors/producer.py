@@ -49,7 +49,7 @@ class ProducerActor:
         for task in config.tasks:
             sampler = Sampler(
                 task,
-                build_source(task, config.seed),
+                build_source(task, config.seed, tokenizer),
                 functools.partial(render, tokenizer=tokenizer, task=task),
                 tokenizer.eos_ids,
                 config.seed,

@@ -46,10 +46,11 @@ def _prepare(cfg: Config) -> Models:
         check_reward_model(one, Path(rewards[one.name]))
     task = cfg.tasks[0]
     # A prompt as in training: on token ids put together at random a model's rounding errors are magnified.
-    prompt = check_source(task, cfg.seed)[0]
+    tokenizer = Tokenizer.load(policy)
+    prompt = check_source(task, cfg.seed, tokenizer)[0]
     return Models(
         policy=policy,
         critic=(folder(ModelConfig(name=critic.name)) if critic.name else policy) if critic else None,
         rewards=rewards,
-        canary_ids=render(prompt, Tokenizer.load(policy), task),
+        canary_ids=render(prompt, tokenizer, task),
     )

@@ -90,11 +90,16 @@ def plan(
         ),
     ] = None,
     offline: Annotated[bool, typer.Option("--offline", help="do not ask the services of judges")] = False,
+    show_prompts: Annotated[
+        int, typer.Option(min=0, help="print so many prompts of each task as an engine is given them")
+    ] = 0,
 ) -> None:
-    """Show what a configuration means: placement, staleness bound, batch arithmetic. Starts nothing."""
+    """Show what a configuration means: placement, staleness bound, batch arithmetic, prompts. Starts nothing."""
     with _refusals():
         resolved = load_config(config, overrides)
         _show_plan(resolved, _cluster_resources(cluster, node or []), offline)
+        if show_prompts:
+            _show_prompts(resolved, show_prompts)
 
 
 @app.command()
@@ -270,6 +275,18 @@ def _show_plan(config: Config, cluster: ClusterResources | None, offline: bool =
     console.print(f"Transport of weights: {found.transport}", highlight=False)
     for warning in found.warnings:
         console.print(f"[yellow]warning:[/yellow] {escape(warning)}", highlight=False)
+
+
+def _show_prompts(config: Config, count: int) -> None:
+    from raypost.plan.prompts import shown_prompts
+    from raypost.report.prompt_terminal import prompt_text
+
+    console = _console()
+    for task in config.tasks:
+        for shown in shown_prompts(task, config, count):
+            tokens = "tokens unknown" if shown.num_tokens is None else f"{shown.num_tokens} tokens"
+            console.rule(f"task {task.name}: {escape(shown.place)}, {tokens}", align="left")
+            console.print(prompt_text(shown.text, shown.special_tokens), soft_wrap=True)
 
 
 def _require_run(run_dir: Path) -> None:

@@ -10,7 +10,9 @@ from collections.abc import Iterator
 from typing import Any
 
 from raypost.config import SourceConfig, TaskConfig
+from raypost.data.lengths import not_dropped
 from raypost.data.prompt import Prompt, fill, is_held_out
+from raypost.data.tokenizer import Tokenizer
 from raypost.errors import ConfigError
 
 DEFAULT_SIZE = 100_000
@@ -26,9 +28,13 @@ _SEED_SPACE = 2**31
 class GymSource:
     """The problems of a reasoning-gym dataset, none of them held out."""
 
-    def __init__(self, task: TaskConfig, seed: int) -> None:
-        """Raise ConfigError for an unknown dataset or parameters it refuses."""
+    def __init__(self, task: TaskConfig, seed: int, tokenizer: Tokenizer | None = None) -> None:
+        """Raise ConfigError for an unknown dataset or parameters it refuses.
+
+        With a tokenizer, the place of what is too long is taken by a neighbour, if the task says so.
+        """
         self._task = task
+        self._tokenizer = tokenizer
         self._seed = seed
         self._dataset = gym_dataset(task.source, seed, part=0)
         self._size = len(self._dataset)
@@ -36,7 +42,7 @@ class GymSource:
     def __reduce__(self) -> tuple[Any, ...]:
         """Pickle as a call that makes the dataset again."""
         # A dataset of reasoning-gym may hold what cannot be pickled.
-        return GymSource, (self._task, self._seed)
+        return GymSource, (self._task, self._seed, self._tokenizer)
 
     def __len__(self) -> int:
         """Return the number of problems in an epoch."""
@@ -54,11 +60,13 @@ class GymSource:
             raise IndexError(f"index {index} of a source of {self._size} problems")
         for probe in range(_PROBES):
             entry = self._dataset[(index + probe * 7919) % self._size]
-            if not (self._task.source.hold_out and is_held_out(entry["question"])):
-                return _gym_prompt(self._task, entry)
+            if self._task.source.hold_out and is_held_out(entry["question"]):
+                continue
+            for prompt in not_dropped([_gym_prompt(self._task, entry)], self._task, self._tokenizer):
+                return prompt
         raise ConfigError(
             f"task {self._task.name!r}: {_PROBES} problems of {self._task.source.dataset!r} in a row are held "
-            f"out, so it has too few different ones (size {self._size}): raise size or change params"
+            f"out or dropped, so it has too few different ones (size {self._size}): raise size or change params"
         )
 
 

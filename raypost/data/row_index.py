@@ -1,10 +1,11 @@
-"""What one reading of JSONL files found out, kept in a folder of its own: where the rows are, and which are trained.
+"""What one reading of a source found out, kept: where rows are, which are trained, how many tokens prompts have.
 
-Owns these files: `index_dir`/DIGEST.index, named by what was read. Files of rows are known by their paths, sizes and
-times of modification; none is written beside them. What is damaged, of another format or of other files counts as
-absent, and a folder that cannot be written costs nothing but the next reading.
+Owns the files `index_dir`/DIGEST.index, named by what was read. Files of rows are known by their paths, sizes and times
+of modification, lengths by digests of the questions and of all that renders them. None is written beside the data. What
+is damaged, of another format or of other data counts as absent, and a folder that cannot be written costs nothing but
+the next reading.
 
-Invariant: an index is believed only for exactly the files and fields that it was made of.
+Invariant: an index is believed only for exactly what it was made of.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import logging
 import os
 import tempfile
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -24,12 +26,12 @@ from numpy.typing import NDArray
 
 log = logging.getLogger(__name__)
 
-FORMAT = 1
+FORMAT = 2
 MIN_ROWS = 10_000
 """Fewer rows are read again: that takes no time."""
 SETTLED_S = 2.0
 """A file that was written later than this before it is indexed may change once more without a newer time."""
-MAX_FILES = 64
+MAX_FILES = 128
 """Indexes in a folder; the oldest go."""
 
 Stamps = list[tuple[str, int, int]]
@@ -47,13 +49,31 @@ class RowIndex(NamedTuple):
     """Rows that are not held out."""
     content: str
     """Digest of the questions in their order."""
+    findings: list[int]
+    """What else the reading found; see sources.Findings."""
 
 
 def load_index(folder: Path | None, stamps: Stamps, fields: list[Any]) -> RowIndex | None:
     """Return what was found out about these files and `fields`; None if nothing is known."""
+    known = load_arrays(folder, [list(map(list, stamps)), fields])
+    if known is None:
+        return None
+    (starts, offsets, trained), facts = known
+    return RowIndex(starts, offsets, trained, *facts)
+
+
+def keep_index(folder: Path | None, stamps: Stamps, fields: list[Any], index: RowIndex) -> None:
+    """Keep what was found out, where it is worth it and safe."""
+    newest = max((written for _, _, written in stamps), default=0) / 1e9
+    if len(index.offsets) >= MIN_ROWS and time.time() - newest >= SETTLED_S:
+        keep_arrays(folder, [list(map(list, stamps)), fields], index[:3], index[3:])
+
+
+def load_arrays(folder: Path | None, made_of: list[Any]) -> tuple[list[NDArray[np.int64]], list[Any]] | None:
+    """Return the arrays and facts that were kept for `made_of`, plain data; None if there are none."""
     if folder is None:
         return None
-    key = _key(stamps, fields)
+    key = [FORMAT, *made_of]
     try:
         data = _path(folder, key).read_bytes()
     except OSError:
@@ -63,25 +83,24 @@ def load_index(folder: Path | None, stamps: Stamps, fields: list[Any]) -> RowInd
         known = json.loads(head)
         if known["key"] != key or known["digest"] != xxhash.xxh3_64_hexdigest(body):
             return None
-        values = np.frombuffer(body, np.int64)
-        starts, offsets, trained = np.split(values, np.cumsum(known["lengths"])[:-1])
-        return RowIndex(starts, offsets, trained, str(known["content"]))
+        return np.split(np.frombuffer(body, np.int64), np.cumsum(known["lengths"])[:-1]), known["facts"]
     except (ValueError, KeyError, TypeError):
         return None
 
 
-def keep_index(folder: Path | None, stamps: Stamps, fields: list[Any], index: RowIndex) -> None:
-    """Keep what was found out, where it is worth it and safe."""
-    newest = max((written for _, _, written in stamps), default=0) / 1e9
-    if folder is None or len(index.offsets) < MIN_ROWS or time.time() - newest < SETTLED_S:
+def keep_arrays(
+    folder: Path | None, made_of: list[Any], arrays: Sequence[NDArray[np.int64]], facts: Sequence[Any] = ()
+) -> None:
+    """Keep arrays and facts for `made_of`, plain data. A folder that cannot be written keeps nothing."""
+    if folder is None:
         return
-    key, arrays = _key(stamps, fields), index[:3]
+    key = [FORMAT, *made_of]
     body = b"".join(array.astype(np.int64).tobytes() for array in arrays)
     head = {
         "key": key,
         "digest": xxhash.xxh3_64_hexdigest(body),
         "lengths": [len(array) for array in arrays],
-        "content": index.content,
+        "facts": list(facts),
     }
     path = _path(folder, key)
     try:
@@ -92,11 +111,7 @@ def keep_index(folder: Path | None, stamps: Stamps, fields: list[Any], index: Ro
         for old in sorted(path.parent.glob("*.index"), key=lambda one: one.stat().st_mtime)[:-MAX_FILES]:
             old.unlink(missing_ok=True)
     except OSError as error:
-        log.info("the index of %d rows is not kept in %s: %s", len(index.offsets), path.parent, error)
-
-
-def _key(stamps: Stamps, fields: list[Any]) -> list[Any]:
-    return [FORMAT, [list(stamp) for stamp in stamps], fields]
+        log.info("what was read of a source is not kept in %s: %s", path.parent, error)
 
 
 def _path(folder: Path, key: list[Any]) -> Path:

@@ -12,6 +12,7 @@ import glob
 import importlib
 import itertools
 import json
+import os
 from array import array
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
@@ -35,6 +36,19 @@ _BATCH = 1024
 Row = dict[str, Any]
 
 
+class Findings(NamedTuple):
+    """What is odd about the rows of a source. Numbers of rows are -1 where there is none."""
+
+    twins: int = 0
+    """Rows whose question is also that of an earlier one."""
+    twin: int = -1
+    twin_of: int = -1
+    """The first of them, and the row that it repeats."""
+    blank_answers: int = 0
+    blank_answer: int = -1
+    """Rows with an answer of nothing but blanks, and the first of them."""
+
+
 class Split(NamedTuple):
     """Which rows are trained, found by reading every question."""
 
@@ -42,6 +56,7 @@ class Split(NamedTuple):
     """Numbers of the rows that are not held out."""
     content: str
     """Digest of the questions in their order."""
+    findings: Findings = Findings()
 
 
 class Rows(Protocol):
@@ -89,7 +104,7 @@ class JsonlRows(Rows):
         index = load_index(self._index_dir, self._files.stamps, self._read_for)
         if index is not None:
             self._starts, self._offsets = index.starts.tolist(), index.offsets
-            self._split = Split(index.trained, index.content)
+            self._split = Split(index.trained, index.content, Findings(*index.findings))
         else:
             self._starts, self._offsets = _line_offsets(self._files.paths)
         if not len(self):
@@ -105,7 +120,9 @@ class JsonlRows(Rows):
 
     def row(self, number: int) -> Row:
         """Return the row; see Rows."""
-        file = self._file(bisect.bisect_right(self._starts, number) - 1)
+        at = bisect.bisect_right(self._starts, number) - 1
+        self._files.unchanged(at)
+        file = self._file(at)
         file.seek(int(self._offsets[number]))
         line = file.readline()
         try:
@@ -149,7 +166,8 @@ class JsonlRows(Rows):
     def keep_split(self, split: Split) -> None:
         """Keep it in the folder of the source's index."""
         trained = np.asarray(split.trained, np.int64)
-        index = RowIndex(np.asarray(self._starts), self._offsets, trained, split.content)
+        found = [*map(int, split.findings)]
+        index = RowIndex(np.asarray(self._starts), self._offsets, trained, split.content, found)
         keep_index(self._index_dir, self._files.stamps, self._read_for, index)
 
     def _file(self, number: int) -> IO[bytes]:
@@ -202,6 +220,7 @@ class ParquetRows(Rows):
     def row(self, number: int) -> Row:
         """Return the row; see Rows."""
         group = bisect.bisect_right(self._starts, number) - 1
+        self._files.unchanged(self._groups[group][0])
         table = self._table(group)
         row: Row = table.slice(number - self._starts[group], 1).to_pylist()[0]
         return row
@@ -247,6 +266,7 @@ class HubRows(Rows):
         """Raise ConfigError if there is none in the folder, it has no row, or lacks a field."""
         self._task = task
         self._data = _load_saved(task)
+        self._stamps = {path: _stamp(path) for path in self._paths()}
         _require(task, self._data.column_names, str(task.source.dataset))
         if len(self) < 1:
             raise ConfigError(f"{task.source.dataset} holds 0 prompts: give it at least one row")
@@ -261,7 +281,16 @@ class HubRows(Rows):
 
     def row(self, number: int) -> Row:
         """Return the row; see Rows."""
+        for path, stamp in self._stamps.items():
+            # Reading a mapped file that was cut would end the process.
+            if _stamp(path) != stamp:
+                raise ConfigError(
+                    f"{path} changed while the run reads it: keep it as it is, or start a new run"
+                )
         return dict(self._data[number])
+
+    def _paths(self) -> list[Path]:
+        return [Path(file["filename"]) for file in self._data.cache_files]
 
     def scan(self, *fields: str) -> Iterator[tuple[Any, ...]]:
         """Yield the fields' values of every row."""
@@ -304,8 +333,9 @@ class _Files:
         self.stamps: Stamps = []
         for path in self.paths:
             try:
-                with open(path, "rb"):
-                    self.stamps.append((str(path.absolute()), *_stamp(path)))
+                with open(path, "rb") as file:
+                    status = os.fstat(file.fileno())
+                self.stamps.append((str(path.absolute()), status.st_size, status.st_mtime_ns))
             except OSError as error:
                 raise ConfigError(
                     f"task {task.name!r}: cannot read {path}: {error.strerror}; source.dataset must name readable "
@@ -318,13 +348,17 @@ class _Files:
     def unchanged(self, number: int) -> Path:
         """Return the file's path. Raises ConfigError if the file is not as it was at first."""
         path = self.paths[number]
-        if not path.exists() or _stamp(path) != self.stamps[number][1:]:
+        if _stamp(path) != self.stamps[number][1:]:
             raise ConfigError(f"{path} changed while the run reads it: keep it as it is, or start a new run")
         return path
 
 
-def _stamp(path: Path) -> tuple[int, int]:
-    status = path.stat()
+def _stamp(path: Path) -> tuple[int, int] | None:
+    """Return size and time of modification; None for a file that is gone."""
+    try:
+        status = path.stat()
+    except OSError:
+        return None
     return status.st_size, status.st_mtime_ns
 
 

@@ -15,8 +15,11 @@ from array import array
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, Protocol, runtime_checkable
 
+import numpy as np
+
 from raypost.config import TaskConfig
 from raypost.config.imports import load_function
+from raypost.data.lengths import fitting, not_dropped, prompt_lengths, tracked
 from raypost.data.prompt import (
     ANSWER,
     HELD_OUT_ONE_IN,
@@ -30,7 +33,8 @@ from raypost.data.prompt import (
     row_question,
     unusable,
 )
-from raypost.data.rows import Row, Rows, Split
+from raypost.data.rows import Findings, Row, Rows, Split
+from raypost.data.tokenizer import Tokenizer
 from raypost.errors import ConfigError
 
 
@@ -58,22 +62,36 @@ class Stream(Protocol):
 class RowSource:
     """The rows that are not held out."""
 
-    def __init__(self, task: TaskConfig, rows: Rows, seconds: float | None = None) -> None:
-        """Read every question once, or as many as possible in `seconds`.
+    def __init__(
+        self,
+        task: TaskConfig,
+        rows: Rows,
+        seconds: float | None = None,
+        tokenizer: Tokenizer | None = None,
+    ) -> None:
+        """Read every question once, or as many as possible in `seconds`; with a tokenizer drop what is too long.
 
         Raises ConfigError if a row holds no prompt, or nothing is left to train.
         """
         self._task = task
         self._rows = rows
-        split = rows.known_split() or _split(task, rows, seconds)
+        split = rows.known_split() or read_split(task, rows, seconds)
         self._index = split.trained
+        if tokenizer is not None and task.on_long_prompt == "drop":
+            fits = fitting(task, prompt_lengths(task, rows, split.content, tokenizer))
+            self._index = np.asarray(split.trained, np.int64)[fits[np.asarray(split.trained, np.int64)]]
         self.identity = f"{task.source.kind} {split.content}"
         """Of the questions and their order, wherever they lie."""
         if not len(self):
             read = min(len(rows), task.source.size or len(rows))
+            dropped = len(split.trained)
+            lost = (
+                f", and {dropped} longer than max_prompt_tokens {task.max_prompt_tokens} are dropped"
+                * bool(dropped)
+            )
             raise ConfigError(
                 f"task {task.name!r}: {task.source.dataset} has {read} prompts and none left to train on after one "
-                f"in {HELD_OUT_ONE_IN} is held out: give it more"
+                f"in {HELD_OUT_ONE_IN} is held out{lost}: give it more"
             )
 
     def __len__(self) -> int:
@@ -84,14 +102,22 @@ class RowSource:
         """Return the prompt at `index`."""
         return _prompt(self._task, self._rows, int(self._index[index]))
 
+    def place(self, index: int) -> str:
+        """Return where the prompt at `index` stands, for messages."""
+        return self._rows.place(int(self._index[index]))
 
-def _split(task: TaskConfig, rows: Rows, seconds: float | None) -> Split:
+
+def read_split(task: TaskConfig, rows: Rows, seconds: float | None) -> Split:
     """Read every question, or as many as possible in `seconds`; keep what was found if it was every one."""
     trained, source, content = array("q"), task.source, hashlib.blake2b(digest_size=12)
+    digests, blank = array("Q"), array("q")
     deadline = None if seconds is None else time.monotonic() + seconds
     names = reserved_names(source)
     fields = rows.scan(source.prompt_field, source.answer_field or ANSWER, *names)
-    for number, (value, answer, *taken) in enumerate(itertools.islice(fields, source.size)):
+    every: Iterable[tuple[Any, ...]] = itertools.islice(fields, source.size)
+    if seconds is None:
+        every = tracked(every, source.size or len(rows), f"task {task.name!r}: reading {len(rows)} rows")
+    for number, (value, answer, *taken) in enumerate(every):
         try:
             question = row_question(task, value, answer, _nowhere, {})
         except ConfigError:
@@ -103,13 +129,30 @@ def _split(task: TaskConfig, rows: Rows, seconds: float | None) -> Split:
             raise reserved(there, rows.place(number))
         digest = question_digest(question)
         content.update(digest)
+        if source.messages_field is not None:
+            content.update(json.dumps(value, sort_keys=True, default=str).encode())
+        digests.append(int.from_bytes(digest, "big"))
+        if answer is not None and not str(answer).strip():
+            blank.append(number)
         if not (source.hold_out and is_held_out_digest(digest)):
             trained.append(number)
         if deadline is not None and trained and time.monotonic() > deadline:
             return Split(trained, content.hexdigest())
-    split = Split(trained, content.hexdigest())
+    found = Findings(*_twins(digests), blank_answers=len(blank), blank_answer=blank[0] if blank else -1)
+    split = Split(trained, content.hexdigest(), found)
     rows.keep_split(split)
     return split
+
+
+def _twins(digests: array[int]) -> tuple[int, int, int]:
+    """Return how many digests occurred before, where the first of them is, and where it was first."""
+    values = np.frombuffer(digests, np.uint64)
+    order = np.argsort(values, kind="stable")
+    again = order[1:][values[order][1:] == values[order][:-1]]
+    if not len(again):
+        return 0, -1, -1
+    first = int(again.min())
+    return len(again), first, int(np.flatnonzero(values == values[first])[0])
 
 
 def _nowhere() -> str:
@@ -119,9 +162,10 @@ def _nowhere() -> str:
 class StreamSource:
     """The prompts of an iterable without a length that are not held out, in the iterable's own order."""
 
-    def __init__(self, task: TaskConfig) -> None:
-        """Read nothing yet."""
+    def __init__(self, task: TaskConfig, tokenizer: Tokenizer | None = None) -> None:
+        """Read nothing yet. With a tokenizer, drop what is too long if the task says so."""
         self._task = task
+        self._tokenizer = tokenizer
 
     @property
     def identity(self) -> str:
@@ -131,7 +175,7 @@ class StreamSource:
 
     def prompts(self) -> Iterator[Prompt]:
         """Return one pass over them. Raises ConfigError if a row holds no prompt."""
-        every = stream_prompts(self._task)
+        every = not_dropped(stream_prompts(self._task), self._task, self._tokenizer)
         if not self._task.source.hold_out:
             return every
         return (one for one in every if not is_held_out(one.metadata["question"]))

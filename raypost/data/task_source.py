@@ -16,9 +16,11 @@ from __future__ import annotations
 import itertools
 import time
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 
 from raypost.config import Config, TaskConfig
 from raypost.data.gym import GymSource, gym_held_out
+from raypost.data.lengths import not_dropped
 from raypost.data.prompt import HELD_OUT_ONE_IN, Prompt, is_held_out
 from raypost.data.rows import HubRows, JsonlRows, ParquetRows, Rows
 from raypost.data.sources import (
@@ -30,6 +32,7 @@ from raypost.data.sources import (
     row_prompts,
     stream_prompts,
 )
+from raypost.data.tokenizer import Tokenizer
 from raypost.errors import ConfigError, RaypostError
 from raypost.packed import plain_bytes
 
@@ -41,20 +44,23 @@ CHECK_S = 1.0
 """Most prompts that `check_source` returns, and the seconds it spends on rows, and then on prompts."""
 
 
-def build_source(task: TaskConfig, seed: int) -> Source | Stream:
-    """Return what `task` trains on. Raises ConfigError if it is missing, malformed or empty."""
-    return _build(task, seed, seconds=None)
+def build_source(task: TaskConfig, seed: int, tokenizer: Tokenizer | None = None) -> Source | Stream:
+    """Return what `task` trains on; with a tokenizer, without the prompts that it drops.
+
+    Raises ConfigError if it is missing, malformed or empty.
+    """
+    return _build(task, seed, None, tokenizer)
 
 
-def check_source(task: TaskConfig, seed: int) -> list[Prompt]:
+def check_source(task: TaskConfig, seed: int, tokenizer: Tokenizer | None = None) -> list[Prompt]:
     """Return the first prompts of the task's source, at least one, after reading rows for at most CHECK_S.
 
     Raises ConfigError if the source is missing, malformed or empty, or its prompts have metadata that is no plain data.
     """
-    try:
-        source, found = _build(task, seed, seconds=CHECK_S), []
+    with reading(task):
+        source, found = _build(task, seed, CHECK_S, tokenizer), []
         deadline = time.monotonic() + CHECK_S
-        for prompt in itertools.islice(_first(source), CHECK_PROMPTS):
+        for prompt in itertools.islice(first_prompts(source), CHECK_PROMPTS):
             plain_bytes(prompt.metadata)  # as its group will be packed
             found.append(prompt)
             if time.monotonic() > deadline:
@@ -65,6 +71,13 @@ def check_source(task: TaskConfig, seed: int) -> list[Prompt]:
                 f"{HELD_OUT_ONE_IN} is held out: give it more"
             )
         return found
+
+
+@contextmanager
+def reading(task: TaskConfig) -> Iterator[None]:
+    """Name the task in whatever is raised inside."""
+    try:
+        yield
     except RaypostError:
         raise
     # A user's function may raise anything; to the caller it is a source that cannot be read.
@@ -75,15 +88,19 @@ def check_source(task: TaskConfig, seed: int) -> list[Prompt]:
         ) from error
 
 
-def evaluation_prompts(config: Config, task: TaskConfig, num_prompts: int) -> list[Prompt]:
+def evaluation_prompts(
+    config: Config, task: TaskConfig, num_prompts: int, tokenizer: Tokenizer | None = None
+) -> list[Prompt]:
     """Return up to `num_prompts` distinct prompts that evaluate `task`: of `eval.source`, or held-out ones.
+
+    With a tokenizer, without those that the task drops.
 
     Raises ConfigError if there are none.
     """
     own = config.evaluated(task)
     if own is None:
-        return held_out(task, config.seed, num_prompts)
-    found = _distinct(_first(build_source(own, config.seed)), num_prompts)
+        return held_out(task, config.seed, num_prompts, tokenizer)
+    found = _distinct(first_prompts(build_source(own, config.seed, tokenizer)), num_prompts)
     if not found:
         raise ConfigError(f"eval.source {own.source.dataset!r} gives no prompt: give it at least one")
     return found
@@ -96,14 +113,16 @@ def also_trained(task: TaskConfig, seed: int, prompts: Sequence[Prompt]) -> int:
         time.monotonic() + CHECK_S,
     )
     found = set[str]()
-    for prompt in _first(build_source(task, seed)):
+    for prompt in first_prompts(build_source(task, seed)):
         found |= questions & {prompt.metadata["question"].strip()}
         if time.monotonic() > deadline:
             break
     return len(found)
 
 
-def held_out(task: TaskConfig, seed: int, num_prompts: int = HELD_OUT_LIMIT) -> list[Prompt]:
+def held_out(
+    task: TaskConfig, seed: int, num_prompts: int = HELD_OUT_LIMIT, tokenizer: Tokenizer | None = None
+) -> list[Prompt]:
     """Return up to `num_prompts` distinct evaluation prompts. Raises ConfigError if there are none.
 
     Of a stream, which may never end, eight times as much is read as should hold so many.
@@ -112,11 +131,11 @@ def held_out(task: TaskConfig, seed: int, num_prompts: int = HELD_OUT_LIMIT) -> 
     if task.source.kind == "reasoning_gym":
         prompts = gym_held_out(task, seed, limit)
     else:
-        rows = _rows(task)
+        rows = source_rows(task)
         every = stream_prompts(task) if rows is None else row_prompts(task, rows)
         looked_at = itertools.islice(every, limit if rows is None else None)
         prompts = (prompt for prompt in looked_at if is_held_out(prompt.metadata["question"]))
-    found = _distinct(prompts, num_prompts)
+    found = _distinct(not_dropped(prompts, task, tokenizer), num_prompts)
     if not found:
         raise ConfigError(
             f"task {task.name!r}: no held-out problem among those of {task.source.dataset!r}; one question in "
@@ -125,14 +144,16 @@ def held_out(task: TaskConfig, seed: int, num_prompts: int = HELD_OUT_LIMIT) -> 
     return found
 
 
-def _build(task: TaskConfig, seed: int, seconds: float | None) -> Source | Stream:
+def _build(
+    task: TaskConfig, seed: int, seconds: float | None, tokenizer: Tokenizer | None
+) -> Source | Stream:
     if task.source.kind == "reasoning_gym":
-        return GymSource(task, seed)
-    rows = _rows(task)
-    return StreamSource(task) if rows is None else RowSource(task, rows, seconds)
+        return GymSource(task, seed, tokenizer)
+    rows = source_rows(task)
+    return StreamSource(task, tokenizer) if rows is None else RowSource(task, rows, seconds, tokenizer)
 
 
-def _rows(task: TaskConfig) -> Rows | None:
+def source_rows(task: TaskConfig) -> Rows | None:
     """Return the rows of the source; None if it is a stream."""
     match task.source.kind:
         case "jsonl":
@@ -145,7 +166,8 @@ def _rows(task: TaskConfig) -> Rows | None:
             return python_rows(task)
 
 
-def _first(source: Source | Stream) -> Iterator[Prompt]:
+def first_prompts(source: Source | Stream) -> Iterator[Prompt]:
+    """Return the prompts of a source in its own order, those to train."""
     if isinstance(source, Stream):
         return source.prompts()
     return map(source.sample, range(len(source)))

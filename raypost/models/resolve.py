@@ -79,13 +79,24 @@ def resolve_model(model: ModelConfig, seed: int, cache_dir: Path) -> Path:
     check_model(model)
     if model.name == TINY:
         recipe = tiny.TinyRecipe.from_options(model.options)
-        text = json.dumps([tiny.REVISION, seed, dataclasses.asdict(recipe)], sort_keys=True)
-        name = f"tiny-{hashlib.blake2b(text.encode(), digest_size=6).hexdigest()}"
-        return cached(cache_dir.expanduser() / name, lambda folder: tiny.make_tiny(recipe, seed, folder))
+        return cached(
+            _tiny_folder(recipe, seed, cache_dir), lambda folder: tiny.make_tiny(recipe, seed, folder)
+        )
     if model.name == SMOLLM2:
         return cached(_smollm2_folder(cache_dir), smollm2.convert)
     folder = Path(model.name).expanduser()
     return folder.resolve() if folder.is_dir() else _fetch(model.name)
+
+
+def made_folder(model: ModelConfig, seed: int) -> Path | None:
+    """Return where a model that raypost makes was made before; None for another model, or one that is not there."""
+    if model.name == TINY:
+        folder = _tiny_folder(tiny.TinyRecipe.from_options(model.options), seed, model.cache_dir)
+    elif model.name == SMOLLM2:
+        folder = _smollm2_folder(model.cache_dir)
+    else:
+        return None
+    return folder if folder.is_dir() else None
 
 
 def _fetch(hub_id: str) -> Path:
@@ -102,6 +113,11 @@ def _fetch(hub_id: str) -> Path:
             f"model {hub_id!r} cannot be fetched from the Hugging Face hub ({type(error).__name__}: {error}); give "
             "a local folder, or check the id, the network and HF_TOKEN"
         ) from error
+
+
+def _tiny_folder(recipe: tiny.TinyRecipe, seed: int, cache_dir: Path) -> Path:
+    text = json.dumps([tiny.REVISION, seed, dataclasses.asdict(recipe)], sort_keys=True)
+    return cache_dir.expanduser() / f"tiny-{hashlib.blake2b(text.encode(), digest_size=6).hexdigest()}"
 
 
 def _smollm2_folder(cache_dir: Path) -> Path:

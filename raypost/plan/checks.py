@@ -1,14 +1,13 @@
 """Checks of a configuration against its model, its data and its run folder.
 
-Each function gives all problems it finds, each with the value, the bound and the fix; none raises, writes
-or starts anything that outlives it, and none takes longer than about a second; a reward function may take more.
+Each function gives all problems it finds, each with the value, the bound and the fix; none raises, or starts anything
+that outlives it. None takes longer than about a second, but the first look at a large source, and a reward function.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import os
-import time
 from collections.abc import Iterator
 from difflib import get_close_matches
 from pathlib import Path
@@ -16,7 +15,7 @@ from typing import Any
 
 from raypost.config import Config, ModelConfig, TaskConfig, load_config
 from raypost.config.identity import run_identity
-from raypost.data.prompt import Prompt, render
+from raypost.data.prompt import Prompt
 from raypost.data.task_source import check_source, evaluation_prompts
 from raypost.data.tokenizer import Tokenizer
 from raypost.errors import ConfigError
@@ -27,7 +26,8 @@ from raypost.models import tiny
 from raypost.models.resolve import SMOLLM2, TINY, check_model
 from raypost.owner import OF_NO_RUN, owner
 from raypost.plan.loops import loop_problems
-from raypost.plan.models import local_folder, problem
+from raypost.plan.models import problem
+from raypost.plan.prompts import Surveys, known_tokenizer, length_problems
 from raypost.trainer.batch.sft import check_examples
 
 CONFIG_FILE = "config.yaml"
@@ -122,19 +122,23 @@ def _colocate_problems(config: Config) -> Iterator[str]:
         yield f"placement is colocate, one engine and one rank a GPU, but {numbers}: use equal numbers"
 
 
-def source_problems(config: Config, *, tried: bool = False, offline: bool = False) -> Iterator[str]:
+def source_problems(
+    config: Config, *, tried: bool = False, offline: bool = False, surveys: Surveys | None = None
+) -> Iterator[str]:
     """Check that sources exist, are well-formed, and give prompts that are not too long; try the judges.
 
-    `tried`: they were tried already. `offline`: no service is asked.
+    `tried`: they were tried already. `offline`: no service is asked. What was found in the sources is entered into
+    `surveys`.
     """
-    tokenizer = _local_tokenizer(config)
+    tokenizer = known_tokenizer(config)
+    seen: Surveys = {} if surveys is None else surveys
     if (sft := config.train.sft) is not None:
         yield from problem(check_examples, sft, tokenizer, config.max_model_len, PROMPT_CHECK_S)
     for task in config.tasks:
         try:
             yield from (
                 _unknown_gym_names(task)
-                or _prompt_problems(task, config, tokenizer)
+                or _prompt_problems(task, config, tokenizer, seen)
                 or _unreadable(task, config)
                 or ([] if tried else list(_trials(task, config, tokenizer, offline)))
             )
@@ -153,7 +157,11 @@ def _judge_problems(task: TaskConfig, config: Config, offline: bool) -> Iterator
     """Check that the task's functions and services score the first prompts."""
     tried = any(judge.kind in ("function", "math", "http") for _, judge in task.judge.every())
     if (tried or task.judge.combine == "function") and task.agent_loop.kind != "environment":
-        yield from try_judges(task, check_source(task, config.seed)[:NUM_TRIAL_PROMPTS], offline=offline)
+        yield from try_judges(task, _trial_prompts(task, config), offline=offline)
+
+
+def _trial_prompts(task: TaskConfig, config: Config) -> list[Prompt]:
+    return check_source(task, config.seed, known_tokenizer(config))[:NUM_TRIAL_PROMPTS]
 
 
 def _code_problems(task: TaskConfig, config: Config) -> Iterator[str]:
@@ -161,7 +169,7 @@ def _code_problems(task: TaskConfig, config: Config) -> Iterator[str]:
     judges = [(place, judge) for place, judge in task.judge.every() if judge.kind == "code"]
     if not judges or task.agent_loop.kind == "environment":
         return
-    prompts = check_source(task, config.seed)
+    prompts = check_source(task, config.seed, known_tokenizer(config))
     for place, judge in judges:
         if (problem := try_code(judge, prompts, NUM_TRIAL_PROMPTS)) is not None:
             yield f"task {task.name!r}: {place}.kind is 'code': {problem}"
@@ -211,34 +219,17 @@ def _unknown_gym_names(task: TaskConfig) -> list[str]:
     return []
 
 
-def _prompt_problems(task: TaskConfig, config: Config, tokenizer: Tokenizer | None) -> list[str]:
-    """Check that the source gives prompts, held-out ones too, and that the first of them fit."""
-    prompts = check_source(task, config.seed)
-    prompts += _own_prompts(task, config)
-    if config.eval.num_prompts and task.source.kind != "reasoning_gym":
-        evaluation_prompts(config, task, num_prompts=1)
-    if tokenizer is None:
-        return []
-    deadline, longest = time.monotonic() + PROMPT_CHECK_S, 0
-    for prompt in prompts:
-        longest = max(longest, len(render(prompt, tokenizer, task)))
-        if time.monotonic() > deadline:
-            break
-    if longest <= task.max_prompt_tokens:
-        return []
-    return [
-        f"task {task.name!r}: a prompt of {task.source.dataset} has {longest} tokens, max_prompt_tokens is "
-        f"{task.max_prompt_tokens}: raise it, or ask the source for shorter problems"
-    ]
-
-
-def _local_tokenizer(config: Config) -> Tokenizer | None:
-    """Return the model's tokenizer if it is on this machine and can be read."""
-    folder = local_folder(config)
-    try:
-        return Tokenizer.load(folder) if folder else None
-    except ConfigError:
-        return None
+def _prompt_problems(
+    task: TaskConfig, config: Config, tokenizer: Tokenizer | None, found: Surveys
+) -> list[str]:
+    """Check that the source gives prompts, held-out ones too, and that all of them fit."""
+    problems = length_problems(task, config, tokenizer, found)
+    if not problems:
+        check_source(task, config.seed, tokenizer)
+        _own_prompts(task, config)
+        if config.eval.num_prompts and task.source.kind != "reasoning_gym":
+            evaluation_prompts(config, task, 1, tokenizer)
+    return problems
 
 
 def run_dir_problems(config: Config) -> list[str]:

@@ -35,6 +35,7 @@ from raypost.plan.cluster import (
     shortages,
 )
 from raypost.plan.models import model_problems, model_warnings
+from raypost.plan.prompts import Surveys, prompt_lines, prompt_warnings
 from raypost.plan.schedule import (
     Bound,
     bound,
@@ -91,11 +92,12 @@ def check(
 
     Raises ConfigError listing all problems at once; ClusterError if the cluster's resources are the only one.
     """
+    surveys: Surveys = {}
     found = [] if tried else findings(config)
     problems = [*name_problems(config), *model_problems(config), *composition_problems(config)]
     problems += [*run_dir_problems(config), *(one.text for one in found if one.refused)]
     if not any(one.refused for one in found):  # both call what was tried
-        problems += source_problems(config, tried=tried, offline=offline)
+        problems += source_problems(config, tried=tried, offline=offline, surveys=surveys)
         problems += schedule_problems(config)
     problems += tracker_problems(config.trackers)
     lacking = shortages(config, cluster) if cluster else []
@@ -111,11 +113,12 @@ def check(
         run_digest=run_digest(config),
         placement=tuple(_placement(config, homes)),
         staleness=tuple(bound(task, config) for task in config.tasks),
-        batch=tuple(_batch(config).items()),
+        batch=(*_batch(config).items(), *prompt_lines(config, surveys)),
         transport=_transport(config),
         warnings=(
             *(_unasked(config) if offline else ()),
             *_warnings(config),
+            *prompt_warnings(config, surveys),
             *(one.text for one in found if not one.refused),
             *_cluster_warnings(config, cluster, lacking, homes),
         ),

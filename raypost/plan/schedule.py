@@ -139,11 +139,6 @@ def strategy_warnings(task: TaskConfig, config: Config) -> Iterator[str]:
     strategy, groups = task.strategy, shares(config)[task.name]
     if task.weight > 0 and groups == 0:
         yield "its weight is so small that no group of a batch is its own"
-    if task.source.size is not None and task.source.size < groups * horizon(task, config):
-        yield (
-            f"its source has {task.source.size} prompts for {groups * horizon(task, config)} groups at work: a prompt "
-            "comes several times in a batch"
-        )
     if strategy.kind == "sync":
         unused = {"max_staleness", "over_sample_threshold"} & strategy.model_fields_set
         yield from (f"strategy 'sync' does not use {name}" for name in sorted(unused))

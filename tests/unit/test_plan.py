@@ -195,7 +195,11 @@ def test_prompts_longer_than_allowed_are_refused_with_their_length(tmp_path: Pat
     folder = write_model(tmp_path / "model")
     task = {**jsonl(tmp_path / "data.jsonl", *ROWS), "max_prompt_tokens": 3, "max_tokens": 8}
     text = refusal(config_of(tmp_path, model__name=str(folder), tasks=[task]))
-    assert "max_prompt_tokens is 3: raise it" in text
+    assert "60 of 60 prompts do not fit max_prompt_tokens 3: " in text
+    assert (
+        "data.jsonl line 1 (8 tokens); " in text
+        and "and 57 more; raise it, or set on_long_prompt: drop" in text
+    )
 
 
 def test_chat_without_a_template_is_refused(tmp_path: Path) -> None:

@@ -105,7 +105,7 @@ def test_a_damaged_index_is_none(task: TaskConfig, damage: str, monkeypatch: pyt
     (path,) = indexes(task)
     data = path.read_bytes()
     if damage == "format":
-        path.write_bytes(data.replace(b'"key": [1', b'"key": [2'))
+        path.write_bytes(data.replace(b'"key": [2', b'"key": [3'))
     else:
         flipped = data[:-9] + bytes([data[-9] ^ 1]) + data[-8:]
         path.write_bytes({"cut": data[:-8], "flipped": flipped, "head": b"{" + data, "empty": b""}[damage])

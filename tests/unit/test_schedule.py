@@ -137,7 +137,6 @@ def test_the_buffers_bounds_are_in_groups_and_bytes() -> None:
     [
         (strategy(tail_batch_trigger_size=-1), "biased towards short ones"),
         (strategy(max_staleness=0), "starts again"),
-        ({"tasks__0__source__size": 9}, "comes several times"),
     ],
 )
 def test_what_surprises_is_warned_of(places: dict[str, Any], part: str) -> None:
