@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ import pytest
 
 from raypost.config import Config, parse_config
 from raypost.config.identity import run_digest
+from raypost.data.row_index import MIN_ROWS
 from raypost.data.task_source import build_source, evaluation_prompts, held_out
 from raypost.errors import ConfigError
 from raypost.plan.plan import check
@@ -21,8 +23,9 @@ QUESTION = "State the final answer to the following arithmetic problem: {} + {} 
 def write(path: Path, numbers: range) -> str:
     rows = [{"prompt": QUESTION.format(n, n), "answer": str(2 * n)} for n in numbers]
     text = "".join(json.dumps(row) + "\n" for row in rows)
-    if not path.exists() or path.read_text() != text:  # an index belongs to a file that was not written since
+    if not path.exists() or path.read_text() != text:
         path.write_text(text)
+        os.utime(path, (1e9, 1e9))  # an index belongs to a file that was not written just now
     return str(path)
 
 
@@ -48,14 +51,19 @@ def questions(cfg: Config) -> set[str]:
 
 
 def test_without_it_a_tenth_is_held_out_and_with_it_all_is_trained(tmp_path: Path) -> None:
+    rows = MIN_ROWS  # so that an index is kept
     for _ in range(2):  # the second time from the index, which knows both
-        plain, own = config(tmp_path, range(300), None), config(tmp_path, range(300), range(300, 340))
-        held = {p.metadata["question"] for p in evaluation_prompts(plain, plain.tasks[0], 128)}
-        assert 10 < len(held) < 60 and len(questions(plain)) == 300 - len(held)
+        plain, own = (
+            config(tmp_path, range(rows), None),
+            config(tmp_path, range(rows), range(rows, rows + 40)),
+        )
+        held = {p.metadata["question"] for p in evaluation_prompts(plain, plain.tasks[0], rows)}
+        assert rows / 20 < len(held) < rows / 5 and len(questions(plain)) == rows - len(held)
         assert not held & questions(plain)
-        assert len(questions(own)) == 300
+        assert len(questions(own)) == rows
+        assert list((tmp_path / "index").glob("*.index"))
     found = evaluation_prompts(own, own.tasks[0], 128)
-    assert [p.metadata["answer"] for p in found] == [str(2 * n) for n in range(300, 340)]
+    assert [p.metadata["answer"] for p in found] == [str(2 * n) for n in range(rows, rows + 40)]
     assert len(evaluation_prompts(own, own.tasks[0], 7)) == 7
     assert run_digest(plain) != run_digest(own)
 
