@@ -7,6 +7,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import matplotlib
 import numpy as np
 import pytest
 
@@ -14,7 +15,7 @@ from actors import gauges
 from raypost.config import Config
 from raypost.metrics import JudgeFigures
 from raypost.protocols import BatchMetrics, ProductionMetrics, TakeStatus
-from raypost.report import files, writer
+from raypost.report import files, page, plots, writer
 from raypost.report.formatting import steps_of
 from raypost.report.record import load_record
 from raypost.report.step_record import production_record
@@ -136,6 +137,12 @@ def step_of(step: int) -> dict[str, Any]:
     return record | ({"failures/words/judge": 3, "retries/words": 3} if step == 4 else {})
 
 
+@pytest.fixture(autouse=True)
+def no_page(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All plots of a page cost a second."""
+    monkeypatch.setattr(writer, "_draw", lambda *_: None)
+
+
 def write_run(folder: Path, config: Config, steps: int = 20) -> dict[str, Any]:
     recorder = RunWriter(folder, config, run.START_S)
     recorder.write_eval(0, {"held_out": 0.2, "held_out/sums": 0.1, "held_out/words": 0.3})
@@ -158,9 +165,12 @@ def test_the_report_tells_which_task_learns(tmp_path: Path) -> None:
     assert words["group_s"] == pytest.approx(
         {"p50": 1.0, "p90": np.percentile(every, 90), "p99": np.percentile(every, 99)}
     ), "of all groups, not the mean of the steps' percentiles"
-    html = (tmp_path / files.REPORT_HTML).read_text()
-    assert "Which task learns?" in html and ">Reward by task</text>" in html and "0.16 → 0.88" in html
-    assert "3 judge" in html
+    html = page.render(report, {}, {})
+    assert "Which task learns?" in html and "0.16 → 0.88" in html and "3 judge" in html
+    drawn = plots._plots(load_record(tmp_path), report)
+    assert {"tasks reward", "tasks length"} < drawn.keys()
+    with matplotlib.rc_context(plots._STYLE):
+        assert ">Reward by task</text>" in plots._svg(plots._single(drawn["tasks reward"]))
     text = report_text(report, tmp_path)
     assert "task sums" in text and "reward 0.30 → 0.30" in text
     assert json.loads((tmp_path / files.REPORT_JSON).read_text()) == report
@@ -170,7 +180,8 @@ def test_a_run_of_one_task_has_no_section_of_tasks(tmp_path: Path) -> None:
     report = write_run(tmp_path, run.config())
     (only,) = report["tasks"].values()
     assert only["samples_produced"] == 20 * run.GROUPS * 8 and only["group_s"] == report["group_s"]
-    assert "Which task learns?" not in (tmp_path / files.REPORT_HTML).read_text()
+    assert "Which task learns?" not in page.render(report, {}, {})
+    assert "tasks reward" not in plots._plots(load_record(tmp_path), report)
     assert "task " not in report_text(report, tmp_path)
 
 
