@@ -40,6 +40,8 @@ SAMPLE_S = 5.0
 GROWTH = 1.02
 """Of the memory roughly, from which it is measured again."""
 DEADLINE_S = 5.0
+SAMPLES_S = 30.0
+"""Longest time that a batch may take to come for its samples."""
 METHODS = ("drain_spans", "drain_figures", "stats", "counts")
 """What is asked of every source that has it."""
 
@@ -108,7 +110,8 @@ class Telemetry:
         if self._samples is None:
             return
         try:
-            packed = await batch[0]
+            async with asyncio.timeout(SAMPLES_S):
+                packed = await batch[0]
             await asyncio.to_thread(self._samples.write, step, packed)
         # A supervision boundary: samples are for looking at, training does not need them.
         except Exception as error:
