@@ -10,7 +10,7 @@ SHELL := /bin/bash
 .SHELLFLAGS := -eu -o pipefail -c
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help install run test test-all check docs format lock clean
+.PHONY: help install bwrap run test test-all check docs format lock clean
 
 RECIPE ?= quickstart
 ARGS ?=
@@ -30,7 +30,7 @@ CONFIG = $(if $(filter %.yaml,$(RECIPE)),$(RECIPE),jobs/recipes/$(RECIPE).yaml)
 help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1|\2/' | column -t -s '|'
 
-install: $(INSTALLED) $(COMMAND)  ## make the venv, with the command .venv/bin/raypost
+install: $(INSTALLED) $(COMMAND) bwrap  ## make the venv, with the command .venv/bin/raypost
 
 run: install  ## train on this machine: RECIPE=quickstart ARGS="train.num_steps=5"
 	@exec $(BIN)/python -m jobs.run --config $(CONFIG) $(ARGS)
@@ -85,6 +85,21 @@ export COMMAND_TEXT
 
 $(COMMAND): $(INSTALLED) Makefile
 	@printf '%s\n' "$$COMMAND_TEXT" >$@.new; chmod +x $@.new; mv $@.new $@
+
+# For judge.kind code. Without root: Debian's package, unpacked into the venv, with package lists of its own where the
+# machine has none. Tried once.
+bwrap: $(INSTALLED)
+	@if command -v bwrap >/dev/null || [ -x $(BIN)/bwrap ]; then exit 0; fi; \
+	if [ ! -e $(VENV)/no-bwrap ]; then \
+	  touch $(VENV)/no-bwrap; bin=$$(cd $(BIN) && pwd); folder=$$(mktemp -d); trap 'rm -rf "$$folder"' EXIT; \
+	  ( cd "$$folder"; mkdir -p lists/partial cache/archives/partial; \
+	    own="-o Dir::State=$$folder -o Dir::Cache=$$folder/cache -o Debug::NoLocking=1"; \
+	    timeout 30 apt-get -qq download bubblewrap \
+	    || { timeout 60 apt-get -qq $$own update && timeout 30 apt-get -qq $$own download bubblewrap; }; \
+	    dpkg -x bubblewrap*.deb unpacked && install -m 755 unpacked/usr/bin/bwrap "$$bin/bwrap" \
+	  ) >/dev/null 2>&1 || true; \
+	fi; \
+	[ -x $(BIN)/bwrap ] || echo "make: bubblewrap is not here and could not be fetched: judge.kind code is refused and the tests of the sandbox are skipped until it is installed (apt-get install bubblewrap)" >&2
 
 lock:  ## solve pyproject.toml into the lock, with uv
 	@uv=$$(command -v uv || true); \

@@ -15,18 +15,17 @@ Invariant: the verdict is written by the process of the tests, into a pipe that 
 
 from __future__ import annotations
 
-import ast
-import builtins
-import contextlib
-import importlib
 import json
 import os
-import symtable
 import sys
-import types
-from collections.abc import Callable, Iterator
-from functools import partial
-from typing import IO, Any
+
+# What takes long to import is imported where it is used: a process judges one program, and mostly it starts.
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    import ast
+    import types
+    from collections.abc import Callable, Iterator
+    from typing import IO, Any
 
 MAX_LINE = 1 << 20
 """Longest message, bytes."""
@@ -34,10 +33,10 @@ EXACT_INT = 2**53
 SUBMISSION = "solution"
 """Name of the submission as a module: tests may import it."""
 TESTS = "tests"
-NOT_COUNTED = (
-    ast.Import, ast.ImportFrom, ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef, ast.Assign, ast.AnnAssign,
-    ast.AugAssign, ast.Pass, ast.Delete,
-)  # fmt: skip
+NOT_COUNTED = {
+    "Import", "ImportFrom", "FunctionDef", "AsyncFunctionDef", "ClassDef", "Assign", "AnnAssign", "AugAssign", "Pass",
+    "Delete",
+}  # fmt: skip
 """Statements that prepare tests, and are none."""
 
 
@@ -101,7 +100,7 @@ def serve(reader: IO[bytes], writer: IO[bytes]) -> None:
         objects.append(value)
         return len(objects) - 1
 
-    module = types.ModuleType(SUBMISSION)
+    module = type(sys)(SUBMISSION)
     sys.modules[SUBMISSION] = module
     failed: BaseException | None = None
     try:
@@ -247,6 +246,8 @@ def _number(value: Any) -> int:
 
 def _exception(kind: str, text: str) -> Exception:
     """Return the exception that the tests see: Python's own of that name, as far as none of them ends a loop."""
+    import builtins
+
     known = getattr(builtins, kind, None)
     ends_loops = (StopIteration, StopAsyncIteration)
     if not isinstance(known, type) or not issubclass(known, Exception) or issubclass(known, ends_loops):
@@ -257,7 +258,7 @@ def _exception(kind: str, text: str) -> Exception:
         return SubmissionError(f"{kind}: {text}")
 
 
-class _Module(types.ModuleType):
+class _Module(type(sys)):  # type: ignore[misc]
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
             raise AttributeError(name)
@@ -269,6 +270,10 @@ def wanted_names(text: str) -> tuple[set[str], set[str]]:
 
     A name that the tests define, or that Python has built in, is never the submission's. Raises SyntaxError.
     """
+    import ast
+    import builtins
+    import symtable
+
     top = symtable.symtable(text, TESTS, "exec")
     own = {s.get_name() for s in top.get_symbols() if s.is_assigned() or s.is_imported() or s.is_namespace()}
     used = {s.get_name() for s in top.get_symbols() if s.is_referenced()}
@@ -293,6 +298,8 @@ def counted(text: str, entry_point: str | None) -> tuple[ast.Module, list[ast.st
 
     Raises BrokenTestsError for what holds no test.
     """
+    import ast
+
     try:
         tree = ast.parse(text)
     except (SyntaxError, ValueError) as error:
@@ -300,7 +307,7 @@ def counted(text: str, entry_point: str | None) -> tuple[ast.Module, list[ast.st
     statements = [
         node
         for node in tree.body
-        if not isinstance(node, NOT_COUNTED)
+        if type(node).__name__ not in NOT_COUNTED
         and not (isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant))
         and not (isinstance(node, ast.If) and "__name__" in ast.unparse(node.test))
     ]
@@ -322,6 +329,10 @@ def counted(text: str, entry_point: str | None) -> tuple[ast.Module, list[ast.st
 
 def examine(text: str, entry_point: str | None, peer: Peer, tell: Callable[[dict[str, Any]], None]) -> None:
     """Run the tests, and tell how each ended. Raises BrokenTestsError."""
+    import ast
+    import importlib
+    from functools import partial
+
     tree, statements, functions = counted(text, entry_point)
     tell({"tests": len(statements) + len(functions)})
     space: dict[str, Any] = {"__name__": TESTS}
@@ -388,8 +399,6 @@ def main(role: str, read_fd: int, write_fd: int, entry_point: str | None = None)
         _send(verdicts, {"end": True})
     except BrokenTestsError as error:
         _send(verdicts, {"broken": str(error)})
-    with contextlib.suppress(OSError):
-        writer.close()
 
 
 if __name__ == "__main__":

@@ -1,16 +1,16 @@
-"""The model of the quickstart: made here, and warmed up so far that it knows more than it does.
+"""The tiny model: made here, and warmed up so far that it knows more than it does.
 
-Owns a tokenizer for sums, a Llama of some 0.3 million parameters, and a short supervised warm-up on sums of
-one-digit numbers. The warm-up shows both answers off the top of the head and worked ones, the former ever
-more often:
+Owns a tokenizer for sums, or for small programs (programs.py), a Llama of some 0.3 million parameters, and a short
+supervised warm-up. The warm-up, here on sums of one-digit numbers, shows both answers off the top of the head and
+worked ones, the former ever more often:
 
     State the final answer to the following arithmetic problem: 4 + 3 - 9 + 5 =     4 + 3 - 9 + 5 =
      3                                                                              7 - 9 + 5 =
                                                                                     -2 + 5 =
                                                                                     3
 
-So the model can work a sum out, mostly blurts, and is then mostly wrong: what reinforcement learning has to
-find out is that working pays, and to make the working reliable.
+So the model can work a sum out, or write a program step by step, mostly blurts, and is then mostly wrong: what
+reinforcement learning has to find out is that working pays, and to make the working reliable.
 
 Does not own where models are kept (resolve.py does). Invariant: no problem that is held out for evaluation
 occurs in the warm-up.
@@ -24,7 +24,7 @@ import logging
 import random
 import re
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -33,6 +33,7 @@ from raypost.config import SourceConfig
 from raypost.data.gym import gym_dataset
 from raypost.data.prompt import is_held_out
 from raypost.errors import ConfigError
+from raypost.models import programs
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -46,16 +47,10 @@ REVISION = 1
 DATASET = "chain_sum"
 """The only reasoning-gym dataset that the model's vocabulary can read."""
 
-READABLE = re.compile(r"State the final answer to the following arithmetic problem: \d+( [+-] \d+)* =")
-"""What a prompt must look like to consist of words of the model: a sum as that dataset asks for it."""
-
 MAX_POSITIONS = 256
 """Longest prompt and response together, tokens."""
 
 PAD, EOS, UNKNOWN = "<pad>", "<eos>", "<unk>"
-
-_PIECES = re.compile(r"\d|\D+")
-"""A digit is a token, and so is everything between two digits, such as " + "."""
 
 _IGNORED = -100
 """Target that cross entropy leaves out."""
@@ -70,8 +65,10 @@ class TinyRecipe:
     num_layers: int = 2
     num_heads: int = 4
     """Heads of `hidden_size / num_heads` dimensions: engines on CPU want 32, 64 or 128."""
+    corpus: str = "sums"
+    """What it is warmed up with: one of CORPORA."""
     terms: int = 4
-    """Numbers in a sum."""
+    """Numbers in a sum, or operands of a program."""
     steps: int = 600
     """Optimizer steps of the warm-up."""
     batch_size: int = 64
@@ -79,7 +76,7 @@ class TinyRecipe:
     learning_rate: float = 3e-3
     """Highest rate; it rises over 20 steps and then falls linearly to almost nothing."""
     blurt_share: float = 0.9
-    """Share of answers without working at the end of the warm-up; it grows from 0."""
+    """Share of hasty answers, those without working, at the end of the warm-up; it grows from 0."""
 
     @classmethod
     def from_options(cls, options: dict[str, Any]) -> TinyRecipe:
@@ -90,6 +87,10 @@ class TinyRecipe:
                 raise ConfigError(
                     f"model.options has no {name!r} for the tiny model: it has {', '.join(defaults)}"
                 )
+            if name == "corpus":
+                if value not in CORPORA:
+                    raise ConfigError(f"model.options.corpus is {value!r}: use {' or '.join(CORPORA)}")
+                continue
             wanted = type(defaults[name])
             number = isinstance(value, int | float) and not isinstance(value, bool)
             if not number or (wanted is int and not isinstance(value, int)) or value < 0:
@@ -125,16 +126,16 @@ def make_tiny(recipe: TinyRecipe, seed: int, folder: Path) -> None:
 
 
 def build_tokenizer(recipe: TinyRecipe) -> PreTrainedTokenizerFast:
-    """Return a tokenizer whose words are digits, and the pieces of text between them in sums and answers."""
+    """Return a tokenizer whose words are the corpus's numbers, and the pieces of text between them."""
     from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
-    entries = itertools.islice(problems(recipe, seed=0), 1000)
-    texts = [text for e in entries for text in (e["question"], blurted(e), worked(e))]
-    pieces = {piece for text in texts for piece in _PIECES.findall(text)} | set("0123456789")
+    corpus = CORPORA[recipe.corpus]
+    texts = [text for texts in itertools.islice(corpus.examples(recipe, 0), 1000) for text in texts]
+    pieces = {piece for text in texts for piece in corpus.pieces.findall(text)} | set("0123456789")
     vocabulary = {token: i for i, token in enumerate([PAD, EOS, UNKNOWN, *sorted(pieces)])}
     backend = Tokenizer(models.WordLevel(vocabulary, unk_token=UNKNOWN))
-    backend.pre_tokenizer = pre_tokenizers.Split(Regex(_PIECES.pattern), behavior="isolated")
+    backend.pre_tokenizer = pre_tokenizers.Split(Regex(corpus.pieces.pattern), behavior="isolated")
     backend.decoder = decoders.Fuse()
     return PreTrainedTokenizerFast(
         tokenizer_object=backend,
@@ -172,10 +173,47 @@ def worked(entry: dict[str, Any]) -> str:
     return "\n" + " =\n".join(lines)
 
 
+@dataclass(frozen=True, slots=True)
+class Corpus:
+    """What a model is warmed up with, and can read afterwards."""
+
+    examples: Callable[[TinyRecipe, int], Iterator[tuple[str, str, str]]]
+    """From a recipe and a seed: (prompt, hasty answer, careful answer) without end, no prompt held out."""
+    pieces: re.Pattern[str]
+    """The words in a text."""
+    readable: re.Pattern[str]
+    """What a prompt must look like to consist of words of the model."""
+    about: str
+    """Its prompts, in words."""
+
+
+def _sums(recipe: TinyRecipe, seed: int) -> Iterator[tuple[str, str, str]]:
+    return ((e["question"], blurted(e), worked(e)) for e in problems(recipe, seed))
+
+
+CORPORA = {
+    "sums": Corpus(
+        _sums,
+        # A digit is a token, and so is everything between two digits, such as " + ".
+        re.compile(r"\d|\D+"),
+        re.compile(r"State the final answer to the following arithmetic problem: \d+( [+-] \d+)* ="),
+        f"sums as reasoning-gym's {DATASET} writes them",
+    ),
+    "programs": Corpus(
+        lambda recipe, seed: programs.examples(recipe.terms, seed),
+        programs.PIECES,
+        programs.READABLE,
+        "programs as raypost.models.programs asks for them",
+    ),
+}
+"""By their names in model.options.corpus."""
+
+
 def _warm_up(recipe: TinyRecipe, seed: int, tokenizer: PreTrainedTokenizerFast) -> LlamaForCausalLM:
     import torch
 
-    stream, rng, start = problems(recipe, seed), random.Random(seed), time.monotonic()
+    stream = CORPORA[recipe.corpus].examples(recipe, seed)
+    rng, start = random.Random(seed), time.monotonic()
     threads = torch.get_num_threads()
     # One thread: a second gains a quarter, but a busy neighbour then costs several times as much.
     torch.set_num_threads(1)
@@ -192,8 +230,8 @@ def _warm_up(recipe: TinyRecipe, seed: int, tokenizer: PreTrainedTokenizerFast) 
             for step in range(recipe.steps):
                 blurts = recipe.blurt_share * step / recipe.steps
                 texts = [
-                    (entry["question"], (blurted if rng.random() < blurts else worked)(entry))
-                    for entry in itertools.islice(stream, recipe.batch_size)
+                    (prompt, hasty if rng.random() < blurts else careful)
+                    for prompt, hasty, careful in itertools.islice(stream, recipe.batch_size)
                 ]
                 inputs_BL, targets_BL = _batch(tokenizer, texts)
                 loss = model(input_ids=inputs_BL, labels=targets_BL, use_cache=False).loss

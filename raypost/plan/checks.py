@@ -179,13 +179,13 @@ def _unreadable(task: TaskConfig, config: Config) -> list[str]:
     """Check that the model `tiny`, if that is trained, has words for the source's text."""
     if config.model.name != TINY:
         return []
+    corpus = tiny.CORPORA[tiny.TinyRecipe.from_options(config.model.options).corpus]
     for one in filter(None, (task, config.evaluated(task))):
-        unread = [p for p in check_source(one, config.seed) if not tiny.READABLE.fullmatch(p.text)]
+        unread = [p for p in check_source(one, config.seed) if not corpus.readable.fullmatch(p.text)]
         if unread:
             return [
-                f"task {task.name!r}: the model {TINY!r} can read nothing but sums as reasoning-gym's {tiny.DATASET} "
-                f"writes them, and the source {one.source.dataset!r} has the prompt {unread[0].text!r:.80}: use such "
-                "sums, or another model"
+                f"task {task.name!r}: the model {TINY!r} can read nothing but {corpus.about}, and the source "
+                f"{one.source.dataset!r} has the prompt {unread[0].text!r:.80}: use such prompts, or another model"
             ]
     return []
 

@@ -88,7 +88,7 @@ def sandboxed(
     command = [*(root if os.geteuid() == 0 else []), bwrap]
     command += ["--unshare-user", "--unshare-all", "--disable-userns", "--die-with-parent", "--new-session"]
     command += ["--uid", str(NOBODY), "--gid", str(NOBODY), "--hostname", "sandbox", "--cap-drop", "ALL"]
-    command += ["--json-status-fd", str(status_fd), "--clearenv"]
+    command += ["--json-status-fd", str(status_fd)]
     command += _system()
     command += ["--proc", "/proc", "--dev", "/dev", "--size", str(limits.tmp_mb * MIB), "--tmpfs", "/tmp"]
     for folder in see:

@@ -12,6 +12,7 @@ from jobs.private_cluster import PrivateCluster
 from raypost.config import ModelConfig
 from raypost.models.resolve import resolve_model
 from tests.jobs.job import ROOT, Job, assert_adds_up
+from tests.unit.sandboxes import needs_sandbox
 
 pytestmark = pytest.mark.timeout(900)
 
@@ -74,6 +75,22 @@ def test_an_environment_of_ones_own_trains_over_several_turns(
     record = yaml.safe_load((job.run_dir / "config.yaml").read_text())
     source = record["tasks"][0]["agent_loop"]["file_source"]
     assert source == (EXAMPLES / "environment" / "game.py").read_text()
+
+
+@needs_sandbox
+def test_programs_are_judged_in_the_sandbox(private_cluster: PrivateCluster, folder: Path) -> None:
+    data = f"tasks.0.source.dataset={EXAMPLES / 'code-judge' / 'data.jsonl'}"
+    config = str(EXAMPLES / "code-judge" / "config.yaml")
+    steps = ["train.num_steps=2", "model.options.steps=150", "train.batch_size=4", "eval.num_prompts=8"]
+    job = Job(private_cluster, folder, "code-judge", data, *steps, config=config)
+    assert job.wait() == 0, job.output()
+    report = job.report()
+    assert (report["status"], report["steps"], report["problems"]) == ("finished", 2, [])
+    judged = report["judges"]["programs"]
+    assert judged["calls"] >= 2 * 4 + 2 * 8 and judged["failed"] == 0
+    passed, solved = (judged["parts"][name]["mean"] for name in ("passed", "solved"))
+    # After so short a warm-up some programs are right, and some are wrong.
+    assert 0 <= solved <= passed and 0 < passed < 1
 
 
 def test_a_reward_function_that_always_raises_ends_the_run_with_its_words(

@@ -284,6 +284,19 @@ def f(x): return E()
 
 
 @needs_sandbox
+def test_a_program_that_raises_ends_no_loop_of_the_tests() -> None:
+    ends = [f"def f(x): raise {name}" for name in ("StopIteration", "StopAsyncIteration", "GeneratorExit")]
+    for test in ("assert all(map(f, [1, 2]))", "for _ in map(f, [1]):\n    assert False"):
+        assert judged(test, "def f(x): return x", *ends)[1:] == [0.0] * len(ends)
+
+
+@needs_sandbox
+def test_what_tests_print_is_no_verdict() -> None:
+    (score,) = judged("print('[1]')\nprint('x')\nassert f(2) == 4\nprint(f(1))", DOUBLE)
+    assert score == 1.0, score.words
+
+
+@needs_sandbox
 def test_no_cheat_passes_a_case_of_input_and_output() -> None:
     assert judged([{"input": "", "output": "2"}], *CHEATS.values(), tests="stdio") == [0.0] * len(CHEATS)
 

