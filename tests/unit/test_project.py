@@ -183,3 +183,15 @@ def test_command_of_a_checkout_works_in_any_folder_that_hides_none_of_its_packag
     (project / "jobs" / "__init__.py").write_text("")
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, env=environment)
     assert done.returncode == 2 and "has a package 'jobs', which hides" in done.stderr
+
+
+def test_reward_function_is_tried_once_by_what_starts_the_job(project: Path) -> None:
+    (project / "reward.py").write_text(
+        f"open({str(project / 'calls')!r}, 'a').write('imported ')\n\ndef score(response, answer):\n    return 0.5\n"
+    )
+    config = load_config(Path("config.yaml"))
+    check(config)
+    once = (project / "calls").read_text()
+    assert once.count("imported") == 1
+    check(config, tried=True)
+    assert (project / "calls").read_text() == once
