@@ -77,11 +77,12 @@ def sandboxed(
     status_fd: int,
     files: dict[str, int],
     see: Sequence[str],
+    filter_fd: int | None = None,
 ) -> list[str]:
     """Return the command that runs `argv` in the sandbox.
 
     `status_fd`: where bubblewrap says how it went. `files`: open files that are copied into /tmp, by name. `see`:
-    folders that are seen read-only, besides /usr.
+    folders that are seen read-only, besides /usr. `filter_fd`: an open file with a filter of system calls.
     """
     # Of a user's processes the kernel counts those of this sandbox alone; of root's it counts none.
     root = ["/usr/bin/setpriv", f"--reuid={NOBODY}", f"--regid={NOBODY}", "--clear-groups"]
@@ -89,6 +90,7 @@ def sandboxed(
     command += ["--unshare-user", "--unshare-all", "--disable-userns", "--die-with-parent", "--new-session"]
     command += ["--uid", str(NOBODY), "--gid", str(NOBODY), "--hostname", "sandbox", "--cap-drop", "ALL"]
     command += ["--json-status-fd", str(status_fd)]
+    command += [] if filter_fd is None else ["--seccomp", str(filter_fd)]
     command += _system()
     command += ["--proc", "/proc", "--dev", "/dev", "--size", str(limits.tmp_mb * MIB), "--tmpfs", "/tmp"]
     for folder in see:

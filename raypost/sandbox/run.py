@@ -23,6 +23,7 @@ from typing import Literal
 from raypost.errors import SandboxError
 from raypost.sandbox.command import INSTALL, find_bwrap, limited, sandboxed
 from raypost.sandbox.limits import Limits, Outcome
+from raypost.sandbox.seccomp import refused_calls
 
 End = Literal["exit", "time", "full"]
 """What ended a program first: itself, the clock, or its output."""
@@ -68,8 +69,12 @@ async def run(
             raise SandboxError(f"bubblewrap (bwrap) is not installed: {INSTALL}")
         copies = {name: own.memory(data) for name, data in (files or {}).items()}
         status, status_there = own.pipe()
-        command = sandboxed(argv, limits, bwrap=bwrap, status_fd=status_there, files=copies, see=see)
-        there = [*given, *copies.values(), status_there]
+        calls = refused_calls()
+        filter_fd = None if calls is None else own.memory(calls)
+        command = sandboxed(
+            argv, limits, bwrap=bwrap, status_fd=status_there, files=copies, see=see, filter_fd=filter_fd
+        )
+        there = [*given, *copies.values(), status_there, *([] if filter_fd is None else [filter_fd])]
         return await _Program(own, limits, status).run(command, stdin, there, "/")
 
 

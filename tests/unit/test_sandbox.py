@@ -24,6 +24,7 @@ import pytest
 
 from raypost.errors import SandboxError
 from raypost.sandbox import python, run, why_not
+from raypost.sandbox.seccomp import refused_calls
 from tests.unit.sandboxes import LIMITS, needs_sandbox, run_python
 
 pytestmark = needs_sandbox
@@ -169,6 +170,19 @@ async def test_memory_is_bounded() -> None:
     outcome = await run_python(source, dataclasses.replace(LIMITS, memory_mb=128))
     assert outcome.out_of_memory and outcome.exit_code == 1 and outcome.stdout == b""
     assert (await run_python(source, dataclasses.replace(LIMITS, memory_mb=512))).ok
+
+
+async def test_memory_that_the_limit_does_not_see_is_refused() -> None:
+    source = """
+        import ctypes, os
+        libc = ctypes.CDLL(None, use_errno=True)
+        print(libc.shmget(0, 2**20, 0o1600) >= 0)
+        try: os.memfd_create("x"); print(True)
+        except PermissionError: print(False)
+    """
+    assert refused_calls("x86_64") is not None and refused_calls("vax") is None
+    assert (await run_python(source)).stdout == b"False\nFalse\n"
+    assert (await run_python("import os; os.memfd_create('x')", unsafe=True)).ok
 
 
 async def test_output_is_bounded_and_ends_the_program() -> None:
