@@ -55,15 +55,18 @@ class Telemetry:
         sources: Mapping[str, ActorHandle],
         started_s: float | None = None,
         model_path: str | None = None,
+        known_problems: Sequence[str] = (),
         poll_s: float = POLL_S,
         deadline_s: float = DEADLINE_S,
         sample_s: float = SAMPLE_S,
     ) -> None:
         """Start watching, inside a running event loop. `started_s`: when the run began, if before now.
 
-        `model_path`: a folder with the tokenizer, for samples.
+        `model_path`: a folder with the tokenizer, for samples. `known_problems`: what the report says from the start.
         """
         self._writer = RunWriter(config.run_dir, config, started_s)
+        for problem in known_problems:
+            self._writer.write_problem(problem)
         self._samples: SampleWriter | None = None
         if config.keep_samples and model_path is not None:
             decode = Tokenizer.load(model_path).decode

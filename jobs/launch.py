@@ -330,6 +330,7 @@ class Launcher:
             watched,
             self.started_s,
             self.models.policy,
+            self.models.dropped,
         )
 
     # ---------------------------------------------------------------- what all of them use

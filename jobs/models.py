@@ -14,6 +14,7 @@ from raypost.data.task_source import check_source
 from raypost.data.tokenizer import Tokenizer
 from raypost.judges.reward_model import check_reward_model
 from raypost.models.resolve import resolve_model
+from raypost.plan.prompts import dropped_prompts
 from raypost.types import IntArray
 
 
@@ -26,6 +27,8 @@ class Models:
     rewards: dict[str, str]
     """Of the reward models, by name."""
     canary_ids: IntArray
+    dropped: tuple[str, ...] = ()
+    """What the tasks drop of their prompts, for the report."""
 
 
 async def prepare_models(cfg: Config) -> Models:
@@ -53,4 +56,5 @@ def _prepare(cfg: Config) -> Models:
         critic=(folder(ModelConfig(name=critic.name)) if critic.name else policy) if critic else None,
         rewards=rewards,
         canary_ids=render(prompt, tokenizer, task),
+        dropped=tuple(dropped_prompts(cfg, tokenizer)),
     )

@@ -30,7 +30,7 @@ def loop_problems(task: TaskConfig, config: Config, tokenizer: Tokenizer | None)
     options = task.agent_loop
     if options.kind != "custom":
         return
-    prompt = check_source(task, config.seed)[0]
+    prompt = check_source(task, config.seed, tokenizer)[0]
     problem = _bounded(lambda: _try_loop(task, config, prompt, tokenizer))
     if problem is not None:
         prefix = f"task {task.name!r}: agent_loop.loop"

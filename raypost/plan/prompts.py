@@ -86,10 +86,7 @@ def prompt_warnings(config: Config, found: Surveys) -> Iterator[str]:
     """Yield what is odd about the prompts, but may be meant."""
     for name, survey in found.items():
         if survey.num_long:
-            yield (
-                f"{name}: {survey.num_long} of {survey.read} prompts do not fit max_prompt_tokens and are dropped: "
-                f"{'; '.join(survey.long)}{' ...' if survey.num_long > len(survey.long) else ''}"
-            )
+            yield _dropped(name, survey)
         if survey.findings.twins:
             yield f"{name}: {survey.findings.twins} prompts are there more than once: {survey.twin}"
     for task in config.tasks:
@@ -108,6 +105,22 @@ def prompt_warnings(config: Config, found: Surveys) -> Iterator[str]:
                 f"task {task.name!r}: its source has {prompts} prompts for {groups} groups at work: a prompt comes "
                 "several times in a batch"
             )
+
+
+def dropped_prompts(config: Config, tokenizer: Tokenizer) -> Iterator[str]:
+    """Yield what each task that drops long prompts loses by that."""
+    for task in config.tasks:
+        if task.on_long_prompt == "drop":
+            survey = survey_source(task, config.seed, tokenizer)
+            if survey.num_long:
+                yield _dropped(f"task {task.name!r}", survey)
+
+
+def _dropped(name: str, survey: Survey) -> str:
+    return (
+        f"{name}: {survey.num_long} of {survey.read} prompts do not fit max_prompt_tokens and are dropped: "
+        f"{'; '.join(survey.long)}{' ...' if survey.num_long > len(survey.long) else ''}"
+    )
 
 
 def shown_prompts(task: TaskConfig, config: Config, count: int) -> list[ShownPrompt]:

@@ -22,6 +22,7 @@ from raypost.data.task_source import build_source, evaluation_prompts
 from raypost.data.tokenizer import Tokenizer
 from raypost.errors import ConfigError
 from raypost.plan import plan
+from raypost.plan.prompts import dropped_prompts
 from raypost.report.prompt_terminal import prompt_text
 from tests.factories import plain_config
 from tests.unit.model_folders import write_model
@@ -93,6 +94,8 @@ def test_long_prompts_are_dropped_counted_and_never_handed_out(model: Path) -> N
     sampler = Sampler(task, source, lambda one: render(one, tokenizer, task), tokenizer.eos_ids, 0)
     trained = {sampler.sample().states[0].metadata["question"] for _ in range(len(source))}
     evaluated = {p.metadata["question"] for p in evaluation_prompts(config, task, 60, tokenizer)}
+    [lost] = dropped_prompts(config, tokenizer)
+    assert "2 of 60 prompts" in lost and "line 42 (" in lost, "as the report says it"
     assert trained | evaluated == {row["prompt"] for row in with_long() if LONG not in row["prompt"]}
 
 
