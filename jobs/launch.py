@@ -35,7 +35,7 @@ from actors.replay_buffer import ReplayBufferActor, remote_buffer
 from actors.rollout.controller import RolloutController
 from actors.rollout.routing import router_to
 from actors.rollout.worker import RolloutWorker
-from actors.telemetry import Telemetry
+from actors.telemetry.recorder import Telemetry
 from actors.training.broadcaster import WeightBroadcaster
 from actors.training.folder_weights import FolderWeights
 from actors.training.group import TrainerGroup

@@ -16,8 +16,9 @@ import pytest
 import ray
 from ray.actor import ActorHandle
 
-from actors import telemetry
-from actors.telemetry import MemoryWatch, Telemetry, memory_of, rough_bytes
+from actors.telemetry import memory
+from actors.telemetry.memory import MemoryWatch, memory_of, rough_bytes
+from actors.telemetry.recorder import Telemetry
 from raypost.config import Config
 from raypost.metrics import JudgeFigures
 from raypost.report import files
@@ -275,7 +276,7 @@ def test_memory_is_measured_when_it_may_be_more_than_ever_and_not_otherwise(
         memory_full_info = memory_info
 
     worker, store = Process(1000, 200), Process(500, 200)
-    monkeypatch.setattr(telemetry, "node_processes", lambda: [worker, store, Ended()])
+    monkeypatch.setattr(memory, "node_processes", lambda: [worker, store, Ended()])
     watch = MemoryWatch()
     for own, shared, measured, peak in (
         (1000, 200, 1, 1700),
@@ -303,7 +304,7 @@ def test_a_second_look_waits_for_the_first_to_end(monkeypatch: pytest.MonkeyPatc
             assert measured.wait(10)
             return SimpleNamespace(pss=100)
 
-    monkeypatch.setattr(telemetry, "node_processes", lambda: [Slow()])
+    monkeypatch.setattr(memory, "node_processes", lambda: [Slow()])
     watch, peaks = MemoryWatch(), list[int]()
 
     def look() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from actors import gauges
+from actors.telemetry import gauges
 from raypost import metrics
 from raypost.config.trackers import MODULES
 

@@ -11,7 +11,7 @@ import matplotlib
 import numpy as np
 import pytest
 
-from actors import gauges
+from actors.telemetry import gauges
 from raypost.config import Config
 from raypost.metrics import JudgeFigures
 from raypost.protocols import BatchMetrics, ProductionMetrics, TakeStatus

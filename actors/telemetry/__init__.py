@@ -1,0 +1,1 @@
+"""Telemetry: what writes the run folder, what Prometheus sees, and how much memory there was."""
