@@ -11,7 +11,7 @@ from typing import Any
 
 from actors.remote import CallBatches
 from raypost.config import TaskConfig
-from raypost.judges import RewardModel, TaskJudge
+from raypost.judges import LanguageModel, RewardModel, TaskJudge
 from raypost.types import RolloutState
 
 
@@ -19,12 +19,16 @@ class JudgeWorker(CallBatches):
     """Scores responses of any task."""
 
     def __init__(
-        self, name: str, tasks: tuple[TaskConfig, ...], reward_models: Mapping[str, RewardModel] | None = None
+        self,
+        name: str,
+        tasks: tuple[TaskConfig, ...],
+        reward_models: Mapping[str, RewardModel] | None = None,
+        language_models: Mapping[str, LanguageModel] | None = None,
     ) -> None:
-        """`reward_models`: those that the tasks' judges name."""
+        """`reward_models`, `language_models`: those that the tasks' judges name."""
         super().__init__()
         self._name = name
-        self._judges = {task.name: TaskJudge(task, reward_models) for task in tasks}
+        self._judges = {task.name: TaskJudge(task, reward_models, language_models) for task in tasks}
 
     def __repr__(self) -> str:
         """Return the actor's name."""

@@ -26,6 +26,7 @@ from ray.util.placement_group import PlacementGroup, remove_placement_group
 from actors import placement
 from actors.agent_loop import MANY, AgentLoopPool, AgentLoopWorker
 from actors.evaluator import Evaluator
+from actors.frozen.language_model import LanguageModelPool, LanguageModelWorker
 from actors.frozen.reference import ReferenceGroup, ReferenceWorker
 from actors.frozen.reward_model import RewardModelPool, RewardModelWorker, reward_engine
 from actors.judge import JudgeWorker
@@ -43,6 +44,8 @@ from actors.training.worker import CONCURRENCY_GROUPS, TrainerWorker
 from jobs.models import Models
 from raypost.config import Config
 from raypost.config.engine import EngineConfig
+from raypost.config.judges import POLICY
+from raypost.judges.generative import LanguageModel, PolicyModel
 from raypost.packed import PackedGroups
 from raypost.plan import plan
 from raypost.plan.cluster import Bundle, shared_devices
@@ -241,25 +244,38 @@ class Launcher:
 
     def judges(self) -> Judge:
         """Return the judges as one, with the reward models that they ask; those are not started yet."""
-        reward_models = self._reward_models()
+        reward_models, own = self._reward_models()
+        language_models: dict[str, LanguageModel] = {**own}
+        if self.cfg.policy_judges:
+            timeout_s = self.cfg.rollout.request_timeout_s
+            generator = router_to(PRODUCTION, timeout_s)
+            policy = PolicyModel(generator, self.models.policy, self.cfg.engine_model_len, timeout_s)
+            language_models[POLICY] = policy
         names = [bundle.name for bundle in self._bundles("judge")]
         for name in names:
-            judge = self._add(JudgeWorker, name, self.cfg.tasks, reward_models, name=name, max_restarts=-1)
+            judge = self._add(
+                JudgeWorker, name, self.cfg.tasks, reward_models, language_models, name=name, max_restarts=-1
+            )
             self._judges.append(judge)
         return remote(names, Judge, timeout_s=self._request_s, many=MANY)
 
-    def _reward_models(self) -> dict[str, RewardModelPool]:
-        pools = {}
+    def _reward_models(self) -> tuple[dict[str, RewardModelPool], dict[str, LanguageModelPool]]:
+        pools, speakers = {}, {}
         for model in self.cfg.reward_models:
             bundles = [b for b in self._bundles("reward_worker") if b.pool == model.name]
             engine = reward_engine(self.cfg, model)
             for bundle in bundles:
                 path = self.models.rewards[model.name]
-                self._reward_workers.append(self._frozen(RewardModelWorker, bundle, path, engine))
+                kind = LanguageModelWorker if model.generates else RewardModelWorker
+                self._reward_workers.append(self._frozen(kind, bundle, path, engine))
             # Before the judge's own deadline, which does not know what it waits for.
             timeout_s = self.cfg.rollout.request_timeout_s
-            pools[model.name] = RewardModelPool([b.name for b in bundles], timeout_s)
-        return pools
+            names = [b.name for b in bundles]
+            if model.generates:
+                speakers[model.name] = LanguageModelPool(names, timeout_s)
+            else:
+                pools[model.name] = RewardModelPool(names, timeout_s)
+        return pools, speakers
 
     def agents(self, judge: Judge, *, evaluation: bool = False) -> AgentLoopPool:
         """Return the agent loops as one, on the pool of the rollout workers or on evaluation's own."""

@@ -12,7 +12,7 @@ from raypost.config import Config, ModelConfig
 from raypost.data.prompt import render
 from raypost.data.task_source import check_source
 from raypost.data.tokenizer import Tokenizer
-from raypost.judges.reward_model import check_reward_model
+from raypost.judges.reward_model import check_language_model, check_reward_model
 from raypost.models.resolve import resolve_model
 from raypost.plan.prompts import dropped_prompts
 from raypost.types import IntArray
@@ -46,7 +46,7 @@ def _prepare(cfg: Config) -> Models:
     critic = cfg.train.critic
     rewards = {one.name: folder(ModelConfig(name=one.model)) for one in cfg.reward_models}
     for one in cfg.reward_models:
-        check_reward_model(one, Path(rewards[one.name]))
+        (check_language_model if one.generates else check_reward_model)(one, Path(rewards[one.name]))
     task = cfg.tasks[0]
     # A prompt as in training: on token ids put together at random a model's rounding errors are magnified.
     tokenizer = Tokenizer.load(policy)

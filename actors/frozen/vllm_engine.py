@@ -1,4 +1,4 @@
-"""FrozenEngine: vLLM with weights that never change, which scores sequences or gives the logprobs of their tokens.
+"""FrozenEngine: vLLM with weights that never change, which scores sequences, gives logprobs of tokens, or generates.
 
 Owns the translation to and from vLLM. It reads the weights from a folder. FrozenHost decides when it starts and ends.
 
@@ -26,22 +26,32 @@ from raypost.types import FloatArray, IntArray
 
 
 class FrozenEngine(VllmEngine):
-    """An engine that scores, or gives logprobs."""
+    """An engine that scores, gives logprobs, or generates."""
 
-    def __init__(self, model_path: str, config: EngineConfig, logits_mb: int | None) -> None:
+    def __init__(
+        self, model_path: str, config: EngineConfig, logits_mb: int | None, *, speaks: bool = False
+    ) -> None:
         """Start the engine's processes, which blocks for seconds.
 
         With `logits_mb` (a bound of the logits that exist at a time, MiB of float32) it is a language model and gives
-        logprobs; with None it is a sequence classifier and gives scores.
+        logprobs; with None it is a sequence classifier and gives scores, or if it `speaks` a language model that
+        generates.
         """
-        self._scores = logits_mb is None
-        kind = _scores() if logits_mb is None else _logprobs(model_path, config, logits_mb)
+        self._speaks = speaks
+        self._scores = logits_mb is None and not speaks
+        if speaks:
+            kind: dict[str, Any] = {"runner": "generate"}
+        else:
+            kind = _scores() if logits_mb is None else _logprobs(model_path, config, logits_mb)
         super().__init__(model_path, config, OwnedProcess, use_tqdm_on_load=False, **kind)
 
     async def warm_up(self) -> None:
         """Compute once: the first time costs seconds."""
         ids = np.zeros(2, np.int32)
-        await (self.score(ids) if self._scores else self.logprobs(ids))
+        if self._speaks:
+            await self.generate(ids, 1, 0.0, ())
+        else:
+            await (self.score(ids) if self._scores else self.logprobs(ids))
 
     async def score(self, token_ids: IntArray) -> float:
         """Return the classifier's one logit for a sequence. Raises RaypostError if vLLM refuses it."""
@@ -55,6 +65,31 @@ class FrozenEngine(VllmEngine):
             ) from error
         (score,) = final.outputs.data.flatten().tolist()
         return float(score)
+
+    async def generate(
+        self, token_ids: IntArray, max_tokens: int, temperature: float, stop_ids: tuple[int, ...]
+    ) -> IntArray:
+        """Return what follows a sequence, up to one of `stop_ids`; greedy at temperature 0.
+
+        Raises RaypostError if vLLM refuses the sequence.
+        """
+        params = SamplingParams(
+            max_tokens=max_tokens,
+            temperature=temperature,
+            stop_token_ids=list(stop_ids),
+            detokenize=False,
+            output_kind=RequestOutputKind.FINAL_ONLY,
+        )
+        try:
+            prompt = tokens_input(token_ids.tolist())
+            final = await last_of(self.llm.generate(prompt, params, uuid.uuid4().hex))
+        except REFUSED as error:
+            raise RaypostError(
+                f"vLLM cannot continue {len(token_ids)} tokens: {error.__cause__ or error}"
+            ) from error
+        generated = np.asarray(final.outputs[0].token_ids, np.int32)
+        ends = len(generated) > 0 and int(generated[-1]) in stop_ids
+        return generated[:-1] if ends else generated
 
     async def logprobs(self, token_ids: IntArray) -> FloatArray:
         """Return log softmax of the logits at every token but the first; length n - 1, for n of 2 or more.

@@ -21,14 +21,21 @@ class FrozenWorker(CallBatches):
     """One engine. It holds no state between calls, so a call may be repeated on any worker."""
 
     def __init__(
-        self, name: str, model_path: str, config: EngineConfig, logits_mb: int | None = None
+        self,
+        name: str,
+        model_path: str,
+        config: EngineConfig,
+        logits_mb: int | None = None,
+        *,
+        speaks: bool = False,
     ) -> None:
-        """`model_path`: a folder with the weights. `logits_mb`: as of FrozenEngine, None for one that scores."""
+        """`model_path`: a folder with the weights. `logits_mb`, `speaks`: as of FrozenEngine."""
         super().__init__()
         self._name = name
         self._model_path = model_path
         self._config = config
         self._logits_mb = logits_mb
+        self._speaks = speaks
         self._life = EngineLife(name, config, self._make_engine)
         self._building: asyncio.Task[EngineInfo] | None = None
 
@@ -40,7 +47,7 @@ class FrozenWorker(CallBatches):
         # vLLM reads the environment when it is imported.
         from actors.frozen.vllm_engine import FrozenEngine
 
-        return FrozenEngine(self._model_path, self._config, self._logits_mb)
+        return FrozenEngine(self._model_path, self._config, self._logits_mb, speaks=self._speaks)
 
     async def start(self) -> EngineInfo:
         """Build the engine unless there is one. Raises RaypostError if it does not come up; the next call retries."""

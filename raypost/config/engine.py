@@ -35,7 +35,7 @@ class EngineConfig:
         return cls(
             device=config.device,
             dtype=config.model.dtype,
-            max_model_len=config.max_model_len,
+            max_model_len=config.engine_model_len,
             seed=config.seed,
             sleep_mode=pool is None and config.placement == "colocate" and config.device == "cuda",
             rollout=config.rollout.model_copy(update=width),

@@ -18,16 +18,30 @@ class JudgeConfig(ConfigModel):
     """How a response is scored."""
 
     kind: Literal[
-        "reasoning_gym", "exact", "math", "function", "http", "reward_model", "code", "composed"
+        "reasoning_gym", "exact", "math", "function", "http", "reward_model", "generative", "code", "composed"
     ] = "reasoning_gym"
     """What scores a response: reasoning-gym's own scorer, equality with the answer (spaces around both are ignored) or
-    with its meaning as mathematics, a function or an HTTP service of yours, a reward model, tests of the program in
-    it, or several of these together."""
+    with its meaning as mathematics, a function or an HTTP service of yours, a reward model, the verdict of a
+    language model, tests of the program in it, or several of these together."""
     reward_model: str | None = None
-    """Name of one of `reward_models`, with kind reward_model."""
+    """Name of one of `reward_models`, with kind reward_model or generative; with the latter also `policy`, the model
+    that is trained, on its own engines and with the weights of the moment."""
     answer_pattern: str | None = None
     """Regular expression that finds the answer in a response: the first group of its last match. null: the answer is
-    the whole response."""
+    the whole response. With kind generative: finds the score, a number, in the verdict."""
+    context_tokens: Annotated[int, Field(ge=1)] | None = None
+    """With `reward_model: policy`: longest message and verdict, tokens. The policy's engines are started for as many,
+    if that is more than prompts and responses have."""
+    template: str | None = None
+    """With kind generative: what the model is asked, in its own chat template. `{prompt}`, `{response}` and `{answer}`
+    are replaced."""
+    choices: dict[str, float] = Field(default_factory=dict)
+    """With kind generative: scores by the words that the verdict may say, such as {yes: 1, no: 0}; the last one that it
+    says counts, whatever its case. Otherwise `answer_pattern` finds a number."""
+    verdict_tokens: Annotated[int, Field(ge=1)] = 32
+    """With kind generative: longest verdict, tokens."""
+    temperature: Annotated[float, Field(ge=0)] = 0.0
+    """With kind generative: sampling temperature of the verdict; 0: greedy."""
     function: str | None = None
     """With kind function, and with `combine: function`: `reward.py:score`, a file and a function in it, relative to
     the configuration's folder or absolute, or `module:function` of a module that is installed or lies in the job's
@@ -63,7 +77,8 @@ class JudgeConfig(ConfigModel):
     """With kind http: a file with a key, which is sent as a bearer token. Each judge reads it on its own node; the key
     is in no configuration and no log. null: none is sent."""
     retries: Annotated[int, Field(ge=0)] = 3
-    """With kind http: how often a request is made again, after 0.5 s, 1 s, 2 s and so on, before it has failed."""
+    """With kind http: how often a request is made again, after 0.5 s, 1 s, 2 s and so on, before it has failed. With
+    kind generative: how often a verdict that cannot be read is asked for again, at temperature 1."""
     concurrency: Annotated[int, Field(ge=1)] = 16
     """With kind http: most requests of a judge actor at a time."""
     parts: dict[Annotated[str, Field(pattern=r"^[A-Za-z0-9_-]{1,40}$")], PartConfig] = Field(
@@ -113,8 +128,9 @@ class JudgeConfig(ConfigModel):
             "reward_model": "name one of reward_models",
             "function": "name it as FILE.py:NAME or module:NAME",
             "http": "set it to the address of a service",
+            "generative": "name one of reward_models, with generates: true",
         }
-        name = {"http": "url"}.get(self.kind, self.kind)
+        name = {"http": "url", "generative": "reward_model"}.get(self.kind, self.kind)
         if self.kind in needed and getattr(self, name) is None:
             raise ValueError(f"kind is {self.kind!r}, but {name} is null: {needed[self.kind]}")
         if self.kind == "composed" and not self.parts:
@@ -141,6 +157,39 @@ class JudgeConfig(ConfigModel):
             raise ValueError(
                 f"route_by is {self.route_by!r}, so each response has one score, and combine {self.combine!r} is not "
                 "used: leave it out"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _verdict_is_read(self) -> JudgeConfig:
+        if self.kind != "generative":
+            return self
+        if self.template is None or "{response}" not in self.template:
+            raise ValueError(
+                f"template is {self.template!r:.80}, without {{response}}: say what the model is asked "
+                "about the response"
+            )
+        if bool(self.choices) == (self.answer_pattern is not None):
+            raise ValueError(
+                f"choices are {self.choices} and answer_pattern is {self.answer_pattern!r}: give one of them, so "
+                "that a score can be read"
+            )
+        if (self.reward_model == POLICY) != (self.context_tokens is not None):
+            raise ValueError(
+                f"reward_model is {self.reward_model!r} and context_tokens {self.context_tokens}: give the policy, "
+                "and it alone, the tokens of its longest message and verdict, for instance 1024"
+            )
+        if self.context_tokens is not None and self.context_tokens <= self.verdict_tokens:
+            raise ValueError(
+                f"context_tokens {self.context_tokens} leave none for the message beside verdict_tokens "
+                f"{self.verdict_tokens}: use more"
+            )
+        folded = [choice.lower() for choice in self.choices]
+        if len(set(folded)) != len(folded) or not all(
+            choice.strip() == choice != "" for choice in self.choices
+        ):
+            raise ValueError(
+                f"choices {sorted(self.choices)} must differ by more than case, without spaces around them"
             )
         return self
 
@@ -209,10 +258,22 @@ _JUDGE_OPTIONS: dict[str, tuple[str, ...]] = {
         "memory_mb",
         "unsafe_no_sandbox",
     ),
+    "generative": (
+        "reward_model",
+        "context_tokens",
+        "template",
+        "choices",
+        "answer_pattern",
+        "verdict_tokens",
+        "temperature",
+        "retries",
+    ),
     "http": ("url", "api_key_file", "timeout_s", "retries", "concurrency"),
     "composed": ("parts", "combine", "route_by", "function", "function_source", "timeout_s"),
 }
 """Which options a kind of judge has."""
+POLICY = "policy"
+"""Stands for the model that is trained where a judge names a model."""
 UNSANDBOXED = "runs programs of the policy with the rights of this run (unsafe_no_sandbox)"
 """What is said of such a judge before a run and in its report."""
 _FUNCTION = re.compile(r"(?:.+\.py|[\w.]+):[A-Za-z_][\w.]*")

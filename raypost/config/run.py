@@ -12,6 +12,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
+from raypost.config.judges import POLICY, JudgeConfig
 from raypost.config.resources import ConfigModel, EnginePoolConfig, PoolConfig
 from raypost.config.source import SourceConfig
 from raypost.config.tasks import TaskConfig
@@ -43,9 +44,12 @@ class RewardModelConfig(PoolConfig):
     """
 
     model: str
-    """A local Hugging Face folder of a sequence classifier with one output, or a hub id."""
+    """A local Hugging Face folder, or a hub id: of a sequence classifier with one output, or of a language model."""
+    generates: bool = False
+    """It is a language model, which `judge.kind: generative` asks for verdicts; otherwise a sequence classifier."""
     max_model_len: Annotated[int, Field(ge=1)] = 4096
-    """Longest prompt and response together, tokens of the reward model."""
+    """Longest prompt and response together, tokens of the reward model; of one that generates the template and the
+    verdict too."""
 
 
 class RolloutConfig(EnginePoolConfig):
@@ -227,6 +231,17 @@ class Config(ConfigModel):
         return max(task.max_prompt_tokens + task.max_tokens for task in self.tasks)
 
     @property
+    def policy_judges(self) -> list[JudgeConfig]:
+        """Judges that ask the policy itself."""
+        judges = (judge for task in self.tasks for _, judge in task.judge.every())
+        return [one for one in judges if one.context_tokens is not None]
+
+    @property
+    def engine_model_len(self) -> int:
+        """Longest sequence of the policy's engines, tokens: of a trajectory, or of what a judge asks the policy."""
+        return max(self.max_model_len, *(judge.context_tokens or 0 for judge in self.policy_judges), 0)
+
+    @property
     def staleness_bound(self) -> int:
         """Largest staleness, in train steps, at which a group of any task may be trained."""
         interval = self.sync.sync_weights_interval
@@ -330,23 +345,34 @@ class Config(ConfigModel):
     def _reward_model_problems(self) -> list[str]:
         problems = []
         models = [model.name for model in self.reward_models]
+        if POLICY in models:
+            problems.append(
+                f"reward_models has {POLICY!r}, which stands for the model that is trained: rename it"
+            )
         named = [
-            (f"task {task.name!r}: {place}", judge.reward_model)
+            (f"task {task.name!r}: {place}", judge.reward_model, judge.kind == "generative")
             for task in self.tasks
             for place, judge in task.judge.every()
-            if judge.reward_model
+            if judge.reward_model and judge.context_tokens is None
         ]
         if len(set(models)) != len(models):
             problems.append(f"reward_models need different names, got {models}: rename one")
         problems += [
             f"{place}.reward_model is {name!r}, but reward_models has {models}: name one of these"
-            for place, name in named
+            for place, name, _ in named
             if name not in models
+        ]
+        generates = {model.name: model.generates for model in self.reward_models}
+        problems += [
+            f"{place}.reward_model is {name!r}, whose generates is {str(generates[name]).lower()}, but the "
+            f"judge's kind is {'generative' if speaks else 'reward_model'}: change one of them"
+            for place, name, speaks in named
+            if generates.get(name, speaks) != speaks
         ]
         problems += [
             f"reward_models has {name!r}, which no task's judge.reward_model names: remove it"
             for name in models
-            if name not in dict(named).values()
+            if name not in {one for _, one, _ in named}
         ]
         return problems
 

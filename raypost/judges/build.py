@@ -11,6 +11,7 @@ from raypost.errors import ConfigError
 from raypost.judges.code import CodeJudge
 from raypost.judges.composed import ComposedJudge
 from raypost.judges.function import FunctionJudge
+from raypost.judges.generative import GenerativeJudge, LanguageModel
 from raypost.judges.reward_model import RewardModel, RewardModelJudge
 from raypost.judges.rules import RuleJudge, exact
 from raypost.judges.service import HttpJudge
@@ -28,6 +29,7 @@ class Closed(Protocol):
 def build_judge(
     task: TaskConfig,
     reward_models: Mapping[str, RewardModel] | None = None,
+    language_models: Mapping[str, LanguageModel] | None = None,
     on_retry: Callable[[], None] | None = None,
     to_close: list[Closed] | None = None,
 ) -> Judge:
@@ -52,15 +54,17 @@ def build_judge(
         if config.kind == "http":
             made.append(service := HttpJudge(task, config, on_retry))
             return service
+        if config.kind == "generative":
+            speaker = (language_models or {}).get(config.reward_model or "")
+            if speaker is None:
+                raise _unknown(task, place, config, language_models)
+            return GenerativeJudge(speaker, task, config, on_retry)
         if config.kind == "code":
             return CodeJudge(config)
         if config.kind == "reward_model":
             model = (reward_models or {}).get(config.reward_model or "")
             if model is None:
-                raise ConfigError(
-                    f"task {task.name!r}: {place}.reward_model is {config.reward_model!r}, but there are "
-                    f"{sorted(reward_models or {})}: name one of reward_models"
-                )
+                raise _unknown(task, place, config, reward_models)
             return RewardModelJudge(model, task, config.reward_model or "")
         if config.kind == "exact":
             return RuleJudge(exact, config.answer_pattern)
@@ -70,3 +74,12 @@ def build_judge(
         )
 
     return build(task.judge, "judge")
+
+
+def _unknown(
+    task: TaskConfig, place: str, config: JudgeConfig, models: Mapping[str, object] | None
+) -> ConfigError:
+    return ConfigError(
+        f"task {task.name!r}: {place}.reward_model is {config.reward_model!r}, but there are {sorted(models or {})}: "
+        "name one of reward_models"
+    )

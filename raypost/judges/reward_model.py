@@ -27,6 +27,7 @@ from raypost.types import IntArray, RolloutState
 
 _KIND = "ForSequenceClassification"
 """Ending of the names of sequence classifiers in Transformers."""
+_SPEAKS = "ForCausalLM"
 
 
 class RewardModel(Protocol):
@@ -133,13 +134,33 @@ def check_reward_model(model: RewardModelConfig, folder: Path) -> None:
         raise ConfigError(
             f"{where} has {outputs} outputs, but a reward is one number: use a model with num_labels 1"
         )
+    _check_length(model, where, config)
+    Tokenizer.load(folder)
+
+
+def check_language_model(model: RewardModelConfig, folder: Path) -> None:
+    """Check that the model in `folder` is a causal language model that reads `max_model_len` tokens.
+
+    Raises ConfigError.
+    """
+    where, config = f"reward_models {model.name!r}: {folder}", _read_config(folder)
+    architectures = config.get("architectures") or []
+    if not any(name.endswith(_SPEAKS) for name in architectures):
+        raise ConfigError(
+            f"{where} has architectures {architectures}, which say nothing: use a model whose architecture ends in "
+            f"{_SPEAKS}, or leave out generates"
+        )
+    _check_length(model, where, config)
+    Tokenizer.load(folder)
+
+
+def _check_length(model: RewardModelConfig, where: str, config: dict[str, Any]) -> None:
     positions = config.get("max_position_embeddings")
     if positions is not None and positions < model.max_model_len:
         raise ConfigError(
             f"{where} has {positions} positions (max_position_embeddings), fewer than max_model_len "
             f"{model.max_model_len}: lower that"
         )
-    Tokenizer.load(folder)
 
 
 def _read_config(folder: Path) -> dict[str, Any]:

@@ -10,6 +10,7 @@ from contextvars import ContextVar
 from raypost.config import TaskConfig
 from raypost.errors import Boundary, JudgeError, blame
 from raypost.judges.build import Closed, build_judge
+from raypost.judges.generative import LanguageModel
 from raypost.judges.reward_model import RewardModel
 from raypost.metrics import JudgeFigures
 from raypost.types import EVALUATION_PRIORITY, RolloutState, Score
@@ -21,11 +22,16 @@ _RETRIES: ContextVar[list[None]] = ContextVar("retries")
 class TaskJudge:
     """Scores responses of one task, and counts what that took."""
 
-    def __init__(self, task: TaskConfig, reward_models: Mapping[str, RewardModel] | None = None) -> None:
+    def __init__(
+        self,
+        task: TaskConfig,
+        reward_models: Mapping[str, RewardModel] | None = None,
+        language_models: Mapping[str, LanguageModel] | None = None,
+    ) -> None:
         """Raise ConfigError as `build_judge` does. Processes of functions are started when they are needed."""
         self._figures = JudgeFigures()
         self._to_close: list[Closed] = []
-        self._judge = build_judge(task, reward_models, self._count_retry, self._to_close)
+        self._judge = build_judge(task, reward_models, language_models, self._count_retry, self._to_close)
 
     async def judge(self, states: list[RolloutState]) -> list[float]:
         """Return one reward for each state. Raises JudgeError, whose text begins with "judge:" or "sandbox:"."""

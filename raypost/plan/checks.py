@@ -20,7 +20,7 @@ from raypost.data.task_source import check_source, evaluation_prompts
 from raypost.data.tokenizer import Tokenizer
 from raypost.errors import ConfigError
 from raypost.judges.code import try_code
-from raypost.judges.reward_model import check_reward_model
+from raypost.judges.reward_model import check_language_model, check_reward_model
 from raypost.judges.trial import try_judges
 from raypost.models import tiny
 from raypost.models.resolve import SMOLLM2, TINY, check_model
@@ -61,9 +61,12 @@ def _reward_model_problems(config: Config) -> Iterator[str]:
     """Check that reward models exist, can score, and are asked."""
     for task in config.tasks:
         for place, judge in task.judge.every():
-            named = {"reward_model": judge.reward_model, "function": judge.function, "http": judge.url}.get(
-                judge.kind
-            )
+            named = {
+                "reward_model": judge.reward_model,
+                "function": judge.function,
+                "http": judge.url,
+                "generative": judge.reward_model,
+            }.get(judge.kind)
             if named is not None and task.agent_loop.kind == "environment":
                 yield (
                     f"task {task.name!r}: {place}.{judge.kind} is {named!r}, but agent_loop.kind is environment, which "
@@ -71,13 +74,14 @@ def _reward_model_problems(config: Config) -> Iterator[str]:
                 )
     for model in config.reward_models:
         folder = Path(model.model).expanduser()
-        if model.model in (TINY, SMOLLM2):
+        if model.model in (TINY, SMOLLM2) and not model.generates:
             yield (
                 f"reward_models {model.name!r}: {model.model} is a language model, which gives no score: use a "
                 "sequence classifier with one output"
             )
         elif folder.is_dir():
-            yield from problem(check_reward_model, model, folder)
+            check = check_language_model if model.generates else check_reward_model
+            yield from problem(check, model, folder)
         else:
             yield from problem(check_model, ModelConfig(name=model.model))
 

@@ -85,6 +85,11 @@ def _fit_problems(config: Config, sizes: Mapping[str, Any]) -> Iterator[str]:
             f"max_prompt_tokens + max_tokens is {config.max_model_len}, but model {config.model.name} has "
             f"{positions} positions (max_position_embeddings): lower max_tokens"
         )
+    elif positions is not None and positions < config.engine_model_len:
+        yield (
+            f"judge.context_tokens is {config.engine_model_len}, but model {config.model.name} has {positions} "
+            "positions (max_position_embeddings): lower it"
+        )
     if heads is not None and heads % ranks:
         yield (
             f"rollout.tensor_parallel_size is {ranks}, but model {config.model.name} has {heads} attention "

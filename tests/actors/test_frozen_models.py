@@ -14,6 +14,7 @@ import ray
 import torch
 from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM, LlamaForSequenceClassification
 
+from actors.frozen.language_model import LanguageModelPool, LanguageModelWorker
 from actors.frozen.reference import ReferenceGroup, ReferenceWorker, share
 from actors.frozen.reward_model import RewardModelPool, RewardModelWorker, reward_engine
 from actors.judge import JudgeWorker
@@ -21,8 +22,9 @@ from actors.placement import spawn
 from actors.remote import Remote
 from actors.training.group import TrainerGroup
 from actors.training.worker import CONCURRENCY_GROUPS, TrainerWorker
-from raypost.config import AdvantageConfig, Config
+from raypost.config import AdvantageConfig, Config, JudgeConfig
 from raypost.config.engine import EngineConfig
+from raypost.data.tokenizer import Tokenizer
 from raypost.errors import JudgeError, RaypostError
 from raypost.packed import PackedGroups, pack_groups
 from raypost.trainer.batch.train_batch import Column, plan_batch
@@ -129,6 +131,63 @@ async def test_reward_is_the_models_logit_also_from_a_worker_that_was_killed_mea
     rewards = await judge.judge([answer(text) for text in texts])
     assert np.max(np.abs(np.subtract(rewards, expected))) < TOLERANCE
     assert (await worker.start.remote()).pid != info.pid
+    await worker.shutdown.remote()
+    ray.kill(worker)
+    ray.kill(judges)
+
+
+async def test_a_language_model_answers_as_transformers_does_and_a_judge_reads_it(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    write_tokenizer(tmp_path)
+    model = LlamaForCausalLM(llama(vocab_size=400, pad_token_id=0, max_position_embeddings=128)).eval()
+    model.save_pretrained(tmp_path)
+    asked = {
+        "kind": "generative",
+        "reward_model": "tutor",
+        "template": "{response}?",
+        "verdict_tokens": 8,
+        "answer_pattern": "(?s)(.+)",
+        "retries": 0,
+    }
+    base = frozen_config(tmp_path)
+    run = base.model_copy(
+        update={
+            "tasks": (base.tasks[0].model_copy(update={"judge": JudgeConfig.model_validate(asked)}),),
+            "reward_models": (base.reward_models[0].model_copy(update={"generates": True}),),
+        }
+    )
+    worker = spawn(
+        LanguageModelWorker,
+        "reward-tutor-0",
+        str(tmp_path),
+        reward_engine(run, run.reward_models[0]),
+        name="reward-tutor-0",
+        max_restarts=-1,
+        env=settings(),
+    )
+    pool = LanguageModelPool(["reward-tutor-0"], timeout_s=90)
+    judges = spawn(JudgeWorker, "judge-0", run.tasks, {}, {"tutor": pool}, name="judge-0", env=settings())
+    judge = Remote("judge-0", 120, many={"judge": 8})
+    await asyncio.wait_for(worker.start.remote(), 120)
+
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path)
+    for text in ("seven", "3 + 4 = 7"):
+        ids = tokenizer.apply_chat_template(
+            [{"role": "user", "content": f"{text}?"}],
+            add_generation_prompt=True,
+            tokenize=True,
+            return_dict=False,
+            return_tensors="pt",
+        )
+        with torch.no_grad():
+            expected = model.generate(ids, max_new_tokens=8, do_sample=False)[0, ids.shape[1] :].tolist()
+        said = await pool.answer(f"{text}?", 8, 0.0)
+        assert said == Tokenizer.load(tmp_path).decode(np.asarray(expected, np.int32))
+        # What a model with random weights says is no number: a failure with its words, and no score.
+        with pytest.raises(JudgeError, match=r"judge: .*'tutor' gave no verdict in 1 answers, the last"):
+            await judge.judge([answer(text)])
+    with pytest.raises(JudgeError, match=r"128, leaves 120 beside judge\.verdict_tokens 8"):
+        await judge.judge([answer("no idea " * 99)])
     await worker.shutdown.remote()
     ray.kill(worker)
     ray.kill(judges)
