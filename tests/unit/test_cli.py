@@ -177,7 +177,7 @@ def test_plan_in_a_process_of_its_own_writes_nothing_and_refuses_in_one_message(
         ("tasks.0.source.dataset=chain_sums", "did you mean chain_sum"),
         ("model.name=./absent", "absent"),
         ("rollout.num_workers=64", "needs 65 CPU"),
-        ("runs_dir=/dev/null", "/dev/null is a file"),
+        ("runs_dir=/dev/null", "lies in /dev, which keeps no files"),
         ("oops", "must read key=value"),
     ],
 )
