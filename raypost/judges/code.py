@@ -210,7 +210,8 @@ class CodeJudge:
 
     def _verdict(self, outcome: Outcome) -> Score:
         passed, total, words, touched, ended = 0, 1, "", False, False
-        for line in outcome.stdout.splitlines():
+        # It may have been ended in the middle of a line.
+        for line in outcome.stdout.split(b"\n")[:-1]:
             told = json.loads(line)
             if "broken" in told:
                 raise JudgeError(f"{self._config.tests_field}: {told['broken']}")

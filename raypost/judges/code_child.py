@@ -40,9 +40,6 @@ NOT_COUNTED = {
 """Statements that prepare tests, and are none."""
 
 
-# ---------------------------------------------------------------- values
-
-
 def encode(value: Any, keep: Callable[[Any], int]) -> Any:
     """Return a value as JSON; `keep` gives numbers to objects that are no plain values, or raises."""
     if value is None or isinstance(value, bool | float | str):
@@ -294,10 +291,7 @@ def wanted_names(text: str) -> tuple[set[str], set[str]]:
 
 
 def counted(text: str, entry_point: str | None) -> tuple[ast.Module, list[ast.stmt], list[str]]:
-    """Return the parsed tests, those statements of them that count, and the names of functions that do.
-
-    Raises BrokenTestsError for what holds no test.
-    """
+    """Return the parsed tests, and the statements and names of functions that count. Raises BrokenTestsError."""
     import ast
 
     try:
@@ -320,7 +314,7 @@ def counted(text: str, entry_point: str | None) -> tuple[ast.Module, list[ast.st
     for node in tree.body:
         if isinstance(node, ast.ClassDef) and any("TestCase" in ast.unparse(base) for base in node.bases):
             raise BrokenTestsError(
-                f"the tests have the class {node.name} of unittest: write asserts or functions test_..."
+                f"the tests have the class {node.name} of unittest: use functions test_..."
             )
     if not statements and not functions:
         raise BrokenTestsError(f"the tests have no assert and no function test_...: {text!r:.120}")

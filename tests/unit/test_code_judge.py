@@ -16,7 +16,7 @@ from raypost.errors import Boundary, ConfigError, JudgeError, boundary_of
 from raypost.judges import TaskJudge, code_child
 from raypost.judges.code import CodeJudge, extract_code, read_tests, same_output, try_code
 from raypost.plan.plan import check
-from raypost.sandbox import why_not
+from raypost.sandbox import Outcome, why_not
 from raypost.types import Score
 from tests.factories import plain_config, refusal_of
 from tests.unit.cheating_programs import CHEATS
@@ -240,6 +240,14 @@ def test_what_tests_do_with_a_programs_value_is_its_fault() -> None:
     assert score == 0.0 and "the tests took too long" in score.words
     (score,) = judged("assert [0] * f(2) == [0]", "def f(x): return 10**10")
     assert score == 0.0 and "MemoryError" in score.words
+
+
+def test_a_verdict_that_was_cut_off_counts_up_to_there() -> None:
+    told = b'{"tests": 2}\n{"touched": true}\n{"passed": true, "words": ""}\n{"pas'
+    ended = {"exit_code": None, "signal": 9, "timed_out": True, "out_of_memory": False, "truncated": False}
+    outcome = Outcome(stdout=told, stderr=b"", wall_s=1.0, **ended)  # type: ignore[arg-type]
+    score = CodeJudge(code_config())._verdict(outcome)
+    assert score.parts == {"passed": 0.5, "solved": 0.0} and score.words == "the tests took too long"
 
 
 @needs_sandbox

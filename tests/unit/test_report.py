@@ -232,13 +232,15 @@ def test_finishing_a_resumed_run_replaces_how_the_first_session_ended(tmp_path: 
 
 @pytest.mark.usefixtures("no_plots")
 def test_what_a_reader_must_know_first_is_listed_as_problems(tmp_path: Path, clock: Clock) -> None:
-    recorder = open_run(tmp_path, clock)
+    judge = {"kind": "code", "unsafe_no_sandbox": True}
+    recorder = open_run(tmp_path, clock, tasks__0__judge=judge)
     recorder.write_step(1, {"loss": float("nan"), "staleness": [0, 5], "skipped_steps": 1.0})
     recorder.write_eval(1, {"held_out": 0.5, "eval_failed": 3.0})
     report = recorder.finish("failed", "RuntimeError: boom", GroupCounts(sampled=10, trained=8))
     text = "\n".join(report["problems"])
     for expected in ("2 groups are lost", "staleness 5 was trained, the bound is 1", "not finite in some step: loss",
-                     "1 optimizer steps were skipped", "had responses that failed"):  # fmt: skip
+                     "1 optimizer steps were skipped", "had responses that failed",
+                     "judge runs programs of the policy with the rights of this run (unsafe_no_sandbox)"):  # fmt: skip
         assert expected in text
     assert report["groups"]["lost"] == 2
 
