@@ -185,12 +185,28 @@ async def test_what_will_not_be_better_is_failed_at_once(wrong: bytes, text: str
 
 
 async def test_a_second_answer_is_never_the_next_requests() -> None:
-    both = answer(b'{"scores": [1]}') + answer(b'{"scores": [0]}')
-    async with speaking(both) as (url, calls):
-        judge = TaskJudge(task_of(JudgeConfig(kind="http", url=url)))
-        assert [await judge.judge([state_of("a")]) for _ in range(3)] == [[1.0]] * 3
-        assert len(calls) == 3
-        await judge.close()
+    async def speak(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        try:
+            while True:
+                head = (await reader.readuntil(b"\r\n\r\n")).decode().lower()
+                (length,) = [line for line in head.split("\r\n") if line.startswith("content-length:")]
+                await reader.readexactly(int(length.partition(":")[2]))
+                writer.write(answer(b'{"scores": [1]}'))
+                await asyncio.sleep(0.02)
+                writer.write(answer(b'{"scores": [0]}'))
+        except (OSError, EOFError):
+            writer.close()
+
+    server = await asyncio.start_server(speak, "127.0.0.1", 0)
+    url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}/score"
+    judge = TaskJudge(task_of(JudgeConfig(kind="http", url=url)))
+    for wait_s in (0.0, 0.05, 0.01):
+        assert await judge.judge([state_of("a")]) == [1.0]
+        await asyncio.sleep(wait_s)
+    assert await judge.judge([state_of("a")]) == [1.0]
+    await judge.close()
+    server.close()
+    await server.wait_closed()
 
 
 async def test_one_that_is_slow_is_left_at_the_deadline_and_one_that_comes_back_is_asked_again() -> None:
