@@ -24,6 +24,7 @@ from raypost.judges.reward_model import check_language_model, check_reward_model
 from raypost.judges.trial import try_judges
 from raypost.models import tiny
 from raypost.models.resolve import SMOLLM2, TINY, check_model
+from raypost.models.tensor_files import read_shapes
 from raypost.owner import OF_NO_RUN, owner
 from raypost.plan.loops import loop_problems
 from raypost.plan.models import problem
@@ -81,7 +82,7 @@ def _reward_model_problems(config: Config) -> Iterator[str]:
             )
         elif folder.is_dir():
             check = check_language_model if model.generates else check_reward_model
-            yield from problem(check, model, folder)
+            yield from problem(check, model, folder) or problem(read_shapes, folder)
         else:
             yield from problem(check_model, ModelConfig(name=model.model))
 

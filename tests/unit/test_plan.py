@@ -650,6 +650,8 @@ def test_a_reward_model_that_cannot_score_is_refused(tmp_path: Path) -> None:
         reward_models=[model | {"model": str(scorer)}],
     )
     assert "asks no judge" in refusal(unasked)
+    (scorer / "model.safetensors").write_bytes(b"")
+    assert "model.safetensors is empty" in refusal(right)
     language = config_of(tmp_path, tasks__0__judge=judge, reward_models=[model | {"model": "tiny"}])
     assert "gives no score" in refusal(language)
     wide = model | {"model": str(scorer), "tensor_parallel_size": 2}
