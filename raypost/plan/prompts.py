@@ -107,13 +107,16 @@ def prompt_warnings(config: Config, found: Surveys) -> Iterator[str]:
             )
 
 
-def dropped_prompts(config: Config, tokenizer: Tokenizer) -> Iterator[str]:
-    """Yield what each task that drops long prompts loses by that."""
-    for task in config.tasks:
-        if task.on_long_prompt == "drop":
-            survey = survey_source(task, config.seed, tokenizer)
-            if survey.num_long:
-                yield _dropped(f"task {task.name!r}", survey)
+def dropped_prompts(config: Config, tokenizer: Tokenizer) -> list[str]:
+    """Return what is dropped of each source. Raises ConfigError for prompts that do not fit and are not dropped.
+
+    For a job whose model has just been fetched or made: before that, a plan had no tokenizer.
+    """
+    found: Surveys = {}
+    problems = [text for task in config.tasks for text in length_problems(task, config, tokenizer, found)]
+    if problems:
+        raise ConfigError("\n  ".join([f"{len(problems)} problem(s)", *problems]))
+    return [_dropped(name, survey) for name, survey in found.items() if survey.num_long]
 
 
 def _dropped(name: str, survey: Survey) -> str:

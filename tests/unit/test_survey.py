@@ -96,6 +96,8 @@ def test_long_prompts_are_dropped_counted_and_never_handed_out(model: Path) -> N
     evaluated = {p.metadata["question"] for p in evaluation_prompts(config, task, 60, tokenizer)}
     [lost] = dropped_prompts(config, tokenizer)
     assert "2 of 60 prompts" in lost and "line 42 (" in lost, "as the report says it"
+    with pytest.raises(ConfigError, match="2 of 60 prompts do not fit"):
+        dropped_prompts(config_of(model, with_long()), tokenizer)
     assert trained | evaluated == {row["prompt"] for row in with_long() if LONG not in row["prompt"]}
 
 
