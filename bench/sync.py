@@ -213,7 +213,12 @@ def main() -> int:
     stop, found = asyncio.Event(), dict[str, Any]()
     with tempfile.TemporaryDirectory(prefix="rp-") as folder:
         args.runs_dir = args.runs_dir or folder
-        args.overrides = ["checkpoint.interval=0", "eval.num_prompts=0", *args.overrides]
+        args.overrides = [
+            "checkpoint.interval=0",
+            "checkpoint.every_s=null",
+            "eval.num_prompts=0",
+            *args.overrides,
+        ]
         cfg = config_of(args)
         connect(cfg)
         modes = args.pause_modes or ["swap" if cfg.sync.pause_mode == "keep" else cfg.sync.pause_mode]

@@ -51,7 +51,7 @@ async def colocate(cfg: Config, stop: asyncio.Event, train_step: TrainStep = fit
                 metrics = await train_step(roles, batch_ref, step)
                 await roles.producer.acknowledge(step)
                 await roles.log(step, status, metrics)
-            if cfg.save_due(step) or stop.is_set():
+            if roles.save_due(step):
                 await roles.save(step)
             if batch_ref is None or cfg.sync_due(step) or roles.finished(step):
                 version = step

@@ -19,7 +19,7 @@ import psutil
 from actors.training.group import TrainerGroup
 from jobs.stopping import production_ended, stopped, unless
 from raypost import metrics
-from raypost.checkpoint import HF, HF_AVERAGE, CheckpointDir
+from raypost.checkpoint import HF, HF_AVERAGE, CheckpointDir, SavePace
 from raypost.config import Config
 from raypost.errors import StoppedError
 from raypost.packed import PackedGroups
@@ -51,6 +51,7 @@ class Roles:
     stop: asyncio.Event
     display: RunDisplay
     checkpoints: CheckpointDir
+    pace: SavePace
     trainer: TrainerGroup
     pool: RolloutPool
     broadcaster: BroadcasterRole
@@ -62,6 +63,9 @@ class Roles:
     _production: asyncio.Task[None] | None = None
     _evaluation: asyncio.Task[None] | None = None
     """The last evaluation; it may run while production goes on."""
+    _asked_step: int = -1
+    _late: bool = False
+    """Whether a checkpoint was due by time when it was asked for `_asked_step`."""
     _saved: int = 0
     """Step of the newest checkpoint: at 0 there is nothing to lose."""
     _checking: asyncio.Task[None] | None = None
@@ -113,6 +117,7 @@ class Roles:
 
     async def restore(self) -> int:
         """Continue from the run folder's last checkpoint; the step it was saved after, 0 without one."""
+        self.pace.saved(took_s=0.0)
         found = self.checkpoints.latest()
         if found is None:
             return 0
@@ -129,7 +134,7 @@ class Roles:
         """
         if self.cfg.eval_due(step):
             await self.evaluated()
-        await self.producer.pause(self.cfg.pause_mode(step, stopping=self.stop.is_set()))
+        await self.producer.pause(self.cfg.pause_mode(step, saving=self.save_due(step)))
 
     async def prepare(self, version: int) -> None:
         """Bring `version` close to the engines that will hold it. Production goes on, also if this fails."""
@@ -138,9 +143,19 @@ class Roles:
         if self.evaluation_broadcaster is not None and self.cfg.eval_due(version):
             await self.evaluation_broadcaster.prepare(version)
 
+    def save_due(self, step: int) -> bool:
+        """Whether a checkpoint is written after `step`: as configured, for the time that has passed, or on a stop.
+
+        Asked again for the same step, it gives the same answer, unless a stop came.
+        """
+        if step != self._asked_step:
+            self._asked_step, self._late = step, self.pace.due()
+        is_new = step > self._saved
+        return self.stop.is_set() or (is_new and (self._late or self.cfg.save_due(step)))
+
     def swaps(self, step: int) -> bool:
         """Whether `step` asks for newer weights and nothing else, and what is frozen meanwhile may stay."""
-        mode = self.cfg.pause_mode(step, stopping=self.stop.is_set())
+        mode = self.cfg.pause_mode(step, saving=self.save_due(step))
         return mode == "keep" and not (self.cfg.eval_due(step) or self.finished(step))
 
     async def swap(self, version: int) -> None:
@@ -166,8 +181,8 @@ class Roles:
         Where it resumes at once, the workers answer the canary prompt while they serve, and no batch is handed out
         before their answers are compared.
         """
-        cfg, stays = self.cfg, self.stop.is_set()
-        at_once = not (stays or cfg.placement == "colocate" or cfg.save_due(version) or cfg.eval_due(version))
+        cfg = self.cfg
+        at_once = not (cfg.placement == "colocate" or self.save_due(version) or cfg.eval_due(version))
         self._sync = await self.broadcaster.broadcast(version, check=not at_once)
         self._last[metrics.SYNC_S] = self._sync.seconds
 
@@ -198,11 +213,13 @@ class Roles:
 
     async def save(self, step: int) -> None:
         """Write one checkpoint of the whole run. Production must be paused; what it froze is aborted."""
+        start = time.monotonic()
         await self.producer.pause("abort")
         folder = self.checkpoints.begin(step)
         await asyncio.gather(self._save_trainer(folder), self.producer.save(str(folder), step))
         self.checkpoints.commit(step)
         self._saved = step
+        self.pace.saved(time.monotonic() - start)
 
     async def _save_trainer(self, folder: Path) -> None:
         """One call after the other: all are collectives."""

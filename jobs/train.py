@@ -50,7 +50,7 @@ async def train(cfg: Config, stop: asyncio.Event) -> None:
                 await roles.prepare(version=step)  # production goes on meanwhile
                 await roles.pause(step)
                 await roles.broadcast(version=step)
-                if cfg.save_due(step) or stop.is_set():
+                if roles.save_due(step):
                     await roles.save(step)
                 if cfg.eval_due(step):
                     await roles.evaluate(step)

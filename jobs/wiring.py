@@ -16,7 +16,7 @@ from jobs.launch import CALL_TIMEOUT_S, Launcher
 from jobs.models import prepare_models
 from jobs.roles import Roles
 from jobs.stopping import stopped, unless
-from raypost.checkpoint import CheckpointDir
+from raypost.checkpoint import CheckpointDir, SavePace
 from raypost.config import Config
 from raypost.config.identity import run_digest
 from raypost.report.terminal import RunDisplay
@@ -70,6 +70,7 @@ async def _start(launcher: Launcher, stop: asyncio.Event, display: RunDisplay) -
             {"config": run_digest(cfg)},
             keep_best=cfg.checkpoint.keep_best,
         ),
+        pace=SavePace(cfg.checkpoint.every_s),
         trainer=trainer,
         pool=pool,
         broadcaster=broadcaster,

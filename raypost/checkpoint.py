@@ -22,7 +22,8 @@ import math
 import os
 import re
 import shutil
-from collections.abc import Mapping
+import time
+from collections.abc import Callable, Mapping
 from enum import Enum
 from pathlib import Path
 from typing import Any
@@ -42,6 +43,27 @@ HF, HF_AVERAGE = "hf", "hf-ema"
 LATEST, BEST = "latest", "best"
 """Links to a checkpoint, for people: nothing is read through them."""
 _STEP = re.compile(r"step-(\d+)")
+LEAST_PACE = 20
+"""Least time between two checkpoints by time, in units of what the last one took."""
+
+
+class SavePace:
+    """Says when a checkpoint is due by time: `every_s` after the last, and LEAST_PACE times what that one took."""
+
+    def __init__(self, every_s: float | None, clock: Callable[[], float] = time.monotonic) -> None:
+        """Begin to count now. None: none is ever due."""
+        self._every_s = every_s
+        self._clock = clock
+        self._next_s = math.inf if every_s is None else clock() + every_s
+
+    def due(self) -> bool:
+        """Return whether the time has come."""
+        return self._clock() >= self._next_s
+
+    def saved(self, took_s: float) -> None:
+        """Take note that a checkpoint was written just now, in `took_s` seconds."""
+        if self._every_s is not None:
+            self._next_s = self._clock() + max(self._every_s, LEAST_PACE * took_s)
 
 
 class CheckpointDir:

@@ -162,7 +162,10 @@ class CheckpointConfig(ConfigModel):
     """When the whole run is saved."""
 
     interval: Annotated[int, Field(ge=0)] = 0
-    """Train steps between checkpoints; 0: only at the end and when the run is stopped."""
+    """Train steps between checkpoints; 0: by time, at the end and when the run is stopped."""
+    every_s: Annotated[float, Field(gt=0)] | None = 60
+    """Seconds after which the next sync writes a checkpoint too, wherever `interval` stands; at least 20 times what the
+    last one took, so that writing takes a twentieth of the time at most. null: never by time."""
     keep: Annotated[int, Field(ge=1)] = 2
     """Number of newest checkpoints that are kept."""
     keep_best: bool = True
@@ -267,10 +270,13 @@ class Config(ConfigModel):
             return False
         return step >= self.train.num_steps or (self.eval.interval > 0 and step % self.eval.interval == 0)
 
-    def pause_mode(self, step: int, *, stopping: bool = False) -> PauseMode:
-        """Return how production is paused after `step`: "keep" only where what is frozen can stay, and go on."""
+    def pause_mode(self, step: int, *, saving: bool = False) -> PauseMode:
+        """Return how production is paused after `step`: "keep" only where what is frozen can stay, and go on.
+
+        `saving`: whether a checkpoint follows.
+        """
         taken = self.placement == "colocate" or (self.eval_due(step) and self.eval.pool is None)
-        leaves = stopping or self.save_due(step) or taken or not all(t.strategy.continues for t in self.tasks)
+        leaves = saving or self.save_due(step) or taken or not all(t.strategy.continues for t in self.tasks)
         return "abort" if leaves and self.sync.pause_mode == "keep" else self.sync.pause_mode
 
     def evaluated(self, task: TaskConfig) -> TaskConfig | None:

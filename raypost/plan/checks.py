@@ -11,10 +11,9 @@ import os
 from collections.abc import Iterator
 from difflib import get_close_matches
 from pathlib import Path
-from typing import Any
 
 from raypost.config import Config, ModelConfig, TaskConfig, load_config
-from raypost.config.identity import run_identity
+from raypost.config.identity import changed_settings, differences, run_identity
 from raypost.data.prompt import Prompt
 from raypost.data.task_source import check_source, evaluation_prompts
 from raypost.data.tokenizer import Tokenizer
@@ -257,24 +256,39 @@ def run_dir_problems(config: Config) -> list[str]:
         return [f"run folder {run_dir} belongs to {living}: wait for it, stop it, or choose another name="]
     if file.exists():
         try:
-            other = run_identity(load_config(file))
+            before = load_config(file)
         except ConfigError as error:
             return [f"run folder {run_dir} holds a run whose {CONFIG_FILE} cannot be read ({error}): {fix}"]
-        different = _differences(other, run_identity(config))
+        different = differences(run_identity(before), run_identity(config))
         if different:
             return [f"run folder {run_dir} holds another run ({'; '.join(different[:4])}): {fix}"]
+        return list(_layout_problems(before, config))
     elif existing == run_dir and (others := sorted({path.name for path in run_dir.iterdir()} - OF_NO_RUN)):
         return [f"run folder {run_dir} holds files of no run ({', '.join(others[:4])}): {fix}"]
     return []
 
 
-def _differences(there: Any, here: Any, place: str = "") -> list[str]:
-    """Return where two trees of plain data differ, as `place: value there, value here`."""
-    if isinstance(there, dict) and isinstance(here, dict):
-        keys = [*there, *(key for key in here if key not in there)]
-        pairs = [(f"{place}.{key}", there.get(key), here.get(key)) for key in keys]
-    elif isinstance(there, list) and isinstance(here, list) and len(there) == len(here):
-        pairs = [(f"{place}.{n}", a, b) for n, (a, b) in enumerate(zip(there, here, strict=True))]
-    else:
-        return [] if there == here else [f"{place.lstrip('.')}: {there!r:.80} there, {here!r:.80} here"]
-    return [line for where, a, b in pairs for line in _differences(a, b, where)]
+def _layout_problems(before: Config, config: Config) -> Iterator[str]:
+    """Check that a run which continues can read its optimizer's state."""
+    pairs = [
+        ("train", before.train, config.train),
+        ("train.critic", before.train.critic, config.train.critic),
+    ]
+    for place, was, now in pairs:
+        if was is None or now is None:
+            continue
+        layouts = [(ranks.zero_stage, ranks.num_workers) for ranks in (was, now)]
+        if layouts[0] != layouts[1] and 0 in (was.zero_stage, now.zero_stage):
+            yield (
+                f"run folder {config.run_dir} holds a run with {place}.zero_stage {was.zero_stage} on "
+                f"{was.num_workers} rank(s), this one has {now.zero_stage} on {now.num_workers}: stage 0 is read by "
+                "stage 0 alone, on as many ranks; keep both, or choose another name="
+            )
+
+
+def continued_with(config: Config) -> Iterator[str]:
+    """Yield how the run in the folder goes on with other settings than it had."""
+    file = config.run_dir / CONFIG_FILE
+    if file.exists():
+        for change in changed_settings(load_config(file), config):
+            yield f"the run continues with another setting: {change}"

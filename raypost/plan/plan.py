@@ -20,6 +20,7 @@ from raypost.errors import ClusterError, ConfigError
 from raypost.plan.checks import (
     CONFIG_FILE,
     composition_problems,
+    continued_with,
     run_dir_problems,
     source_problems,
 )
@@ -117,6 +118,7 @@ def check(
         transport=_transport(config),
         warnings=(
             *(_unasked(config) if offline else ()),
+            *continued_with(config),
             *_warnings(config),
             *prompt_warnings(config, surveys),
             *(one.text for one in found if not one.refused),

@@ -181,6 +181,8 @@ def _details(report: Mapping[str, Any]) -> str:
         ("Peak memory of all processes on the node", size(report["peak_memory_bytes"])),
         ("Recipe digest", report["recipe_digest"]),
     ]
+    if report["changed_settings"]:
+        rows.append(("Continued with other settings", "; ".join(report["changed_settings"])))
     return _table(rows)
 
 

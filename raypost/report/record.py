@@ -58,6 +58,8 @@ class RunRecord:
     status: RunStatus = "failed"
     """How the last session ended."""
     error: str | None = KILLED
+    changed: list[str] = field(default_factory=list)
+    """Settings that a later session had otherwise than the one before."""
     problems: list[str] = field(default_factory=list)
     """What went wrong beside training, in all sessions."""
     not_finite: set[str] = field(default_factory=set)
@@ -141,6 +143,7 @@ def _read_events(run_dir: Path, record: RunRecord, times: array[float]) -> list[
         if kind == "start":
             starts.append(time_s)
             record.versions = line["versions"]
+            record.changed += line.get("changed", [])
             record.status = "failed"
             record.error = KILLED
             record.usage.append({})

@@ -65,6 +65,7 @@ def build_report(record: RunRecord, config: Config) -> dict[str, Any]:
         "model": config.model.name,
         "started": datetime.fromtimestamp(record.sessions[0][0], UTC).isoformat(timespec="seconds"),
         "sessions": len(record.sessions),
+        "changed_settings": record.changed,
         "steps": record.last_step,
         "num_steps": config.train.num_steps,
         "wall_s": sum(stop - start for start, stop in record.sessions),

@@ -21,7 +21,9 @@ from typing import Any
 
 import yaml
 
-from raypost.config import Config, parse_config
+from raypost.config import Config, load_config, parse_config
+from raypost.config.identity import changed_settings
+from raypost.errors import ConfigError
 from raypost.metrics import finite_floats
 from raypost.report import files
 from raypost.report.record import RunRecord, load_record
@@ -42,6 +44,7 @@ class RunWriter:
         """Begin a session, at `started_s` (seconds since the epoch) or now."""
         run_dir.mkdir(parents=True, exist_ok=True)
         self._run_dir = run_dir
+        before = _config_in(run_dir)
         dumped = yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False, allow_unicode=True)
         files.write_atomically(run_dir / files.CONFIG, dumped)
         self._metrics = files.LineWriter(run_dir / files.METRICS)
@@ -49,7 +52,8 @@ class RunWriter:
         self._spans = files.LineWriter(run_dir / files.SPANS)
         self._trackers = Trackers(config, run_dir)
         self._problems: set[str] = set()
-        self._event("start", {"versions": package_versions()}, started_s)
+        changed = changed_settings(before, config) if before is not None else []
+        self._event("start", {"versions": package_versions(), "changed": changed}, started_s)
 
     def write_step(self, step: int, metrics: Mapping[str, Any]) -> None:
         """Record train step `step` (1-based). Numbers also go to the trackers, lists only to the file."""
@@ -156,3 +160,11 @@ def _draw(run_dir: Path, report: dict[str, Any], record: RunRecord) -> None:
         (files.CURVES_PNG, drawn.curves_png),
     ):
         files.write_atomically(run_dir / name, content)
+
+
+def _config_in(run_dir: Path) -> Config | None:
+    """Return the configuration that the run had before, if it can be read."""
+    try:
+        return load_config(run_dir / files.CONFIG)
+    except ConfigError:
+        return None

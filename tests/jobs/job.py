@@ -21,6 +21,7 @@ SMALL = [
     "train.batch_size=4",
     "tasks.0.group_size=4",
     "rollout.kv_cache_gb=0.25",
+    "checkpoint.every_s=null",
 ]
 
 

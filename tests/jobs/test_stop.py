@@ -14,11 +14,11 @@ import pytest
 from jobs import colocate, colocate_lowlevel, train
 from jobs.driver import Job
 from jobs.roles import Roles
-from raypost.checkpoint import CheckpointDir
+from raypost.checkpoint import CheckpointDir, SavePace
 from raypost.config import Config
 from raypost.errors import WeightError
 from raypost.protocols import TakeStatus
-from raypost.types import ProduceBatchStatus
+from raypost.types import ProduceBatchStatus, SyncReport
 from tests.factories import CHAIN_SUM, make_config
 
 STEPS = 3
@@ -53,6 +53,7 @@ class Scene:
             stop=self.stop,
             display=quiet,
             checkpoints=self.checkpoints,
+            pace=SavePace(cfg.checkpoint.every_s),
             trainer=everything,
             pool=everything,
             broadcaster=everything,
@@ -120,15 +121,15 @@ class Scene:
         self.ranks_awake = False
         await self._turn("offload")
 
-    async def broadcast(self, version: int, check: bool = True) -> SimpleNamespace:
+    async def broadcast(self, version: int, check: bool = True) -> SyncReport:
         if self.colocated and self.ranks_awake:
             await self.offload()
         await self._turn("broadcast")
-        return SimpleNamespace(seconds=0.0)
+        return synced(version)
 
-    async def check(self, version: int) -> SimpleNamespace:
+    async def check(self, version: int) -> SyncReport:
         await self._turn("check")
-        return SimpleNamespace(seconds=0.0)
+        return synced(version)
 
     async def save(self, folder: object, *_: object) -> None:
         assert self.ranks_awake
@@ -139,6 +140,26 @@ class Scene:
         for _ in range(9):
             await self._turn("evaluate")
         return {"held_out": 0.5}
+
+
+def test_checkpoint_is_due_by_time_and_stays_so_for_its_step(tmp_path: Path) -> None:
+    cfg = make_config(runs_dir=str(tmp_path), train={"num_steps": 9, "batch_size": 1})
+    scene, clock = Scene(cfg, tmp_path / "checkpoints", None), [0.0]
+    scene.roles.pace = SavePace(60.0, lambda: clock[0])
+    assert not scene.roles.save_due(1) and scene.roles.swaps(1)
+    clock[0] = 60.0
+    assert not scene.roles.save_due(1), "production was not paused for it"
+    assert scene.roles.save_due(2) and not scene.roles.swaps(2)
+    asyncio.run(scene.roles.save(2))
+    assert (tmp_path / "checkpoints" / "step-2").is_dir() and not scene.roles.save_due(3)
+    scene.stop.set()
+    assert scene.roles.save_due(3)
+
+
+def synced(version: int) -> SyncReport:
+    return SyncReport(
+        version=version, digest="", num_workers=1, nbytes=0, seconds=0.0, publish_s=0.0, load_s=0.0
+    )
 
 
 class FailingScene(Scene):
@@ -163,37 +184,26 @@ def test_production_is_paused_for_what_was_prepared_and_not_for_a_publication_th
 
 
 class SlowScene(Scene):
-    """A publication takes until production is paused, and the record of a step until its publication began."""
+    """The record of a step takes until its publication began."""
 
     def __init__(self, cfg: Config, folder: Path) -> None:
         super().__init__(cfg, folder, None)
-        self.paused, self.preparing = asyncio.Event(), asyncio.Event()
+        self.preparing = asyncio.Event()
 
     async def prepare(self, version: int) -> None:
         self.preparing.set()
-        await self.paused.wait()
         await self._turn("prepare")
-
-    async def pause(self, mode: str) -> None:
-        self.paused.set()
-        await self._turn("pause")
 
     async def log(self, step: int, record: object) -> None:
         await self.preparing.wait()
+        self.preparing.clear()
         await self._turn("log")
 
-    async def resume(self, version: int) -> None:
-        self.paused.clear()
-        self.preparing.clear()
-        await super().resume(version)
 
-
-def test_synchronous_production_pauses_while_weights_are_published_and_no_record_is_waited_for(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    sums = {"name": "sums", "source": CHAIN_SUM, "max_tokens": 8, "strategy": {"kind": "sync"}}
-    train_config = {"num_steps": STEPS, "batch_size": 1}
-    cfg = make_config(runs_dir=str(tmp_path), tasks=[sums], train=train_config, eval={"num_prompts": 0})
+def test_no_record_is_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    cfg = make_config(
+        runs_dir=str(tmp_path), train={"num_steps": STEPS, "batch_size": 1}, eval={"num_prompts": 0}
+    )
     scene = SlowScene(cfg, tmp_path / "checkpoints")
     monkeypatch.setattr(train, "spawn", scene.spawn)
     asyncio.run(asyncio.wait_for(train.train(cfg, scene.stop), 20))
@@ -202,15 +212,36 @@ def test_synchronous_production_pauses_while_weights_are_published_and_no_record
     )
 
 
+@pytest.mark.parametrize("kind", ["async", "sync"])
+def test_sync_that_is_due_alone_is_one_call_and_what_else_is_due_pauses_production(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    task = {"name": "sums", "source": CHAIN_SUM, "max_tokens": 8, "strategy": {"kind": kind}}
+    cfg = make_config(
+        runs_dir=str(tmp_path),
+        tasks=[task],
+        train={"num_steps": 4, "batch_size": 1},
+        eval={"num_prompts": 0},
+        checkpoint={"interval": 2},
+    )
+    scene = Scene(cfg, tmp_path / "checkpoints", None)
+    monkeypatch.setattr(train, "spawn", scene.spawn)
+    asyncio.run(asyncio.wait_for(train.train(cfg, scene.stop), 20))
+    calls = ("fit", "prepare", "swap", "pause", "save", "resume")
+    order = [call for call in scene.calls if call in calls]
+    saved = ["fit", "prepare", "pause", "pause", "save", "save"]
+    assert order == ["resume", "fit", "prepare", "swap", *saved, "resume", "fit", "prepare", "swap", *saved]
+
+
 class DriftingScene(Scene):
     """The engines' logprobs of the second version are wrong, as the check says some time after they serve it."""
 
-    async def check(self, version: int) -> SimpleNamespace:
+    async def check(self, version: int) -> SyncReport:
         for _ in range(9):
             await self._turn("check")
         if version == 2:
             raise WeightError("logprobs differ")
-        return SimpleNamespace(seconds=0.0)
+        return synced(version)
 
 
 def test_nothing_is_trained_by_what_engines_make_before_their_weights_are_checked(
@@ -223,8 +254,9 @@ def test_nothing_is_trained_by_what_engines_make_before_their_weights_are_checke
     with pytest.raises(WeightError, match="logprobs differ"):
         asyncio.run(asyncio.wait_for(train.train(cfg, scene.stop), 20))
     assert scene.trained == 2
-    order = [call for call in scene.calls if call in ("fit", "check", "resume")]
-    assert order == ["resume", *["check"] * 9, "fit"] * 2 + ["resume", *["check"] * 9]
+    order = [call for call in scene.calls if call in ("fit", "check", "resume", "swap")]
+    checks = ["check"] * 9
+    assert order == ["resume", *checks, "fit", "swap", *checks, "fit", "swap", *checks]
 
 
 @pytest.mark.parametrize(

@@ -149,7 +149,7 @@ def assert_each_task_is_told_apart(job: Job) -> None:
     assert any(len(sample["segments"]) > 1 for sample in kept if sample["task"] == "game"), "observed tokens"
 
 
-def test_stopped_job_saves_and_the_same_command_continues_within_the_staleness_bound(
+def test_stopped_job_saves_and_is_continued_on_other_ranks_within_the_staleness_bound(
     private_cluster: PrivateCluster, folder: Path
 ) -> None:
     """Two steps ahead, with more groups begun than are needed, and requests that syncs freeze."""
@@ -167,9 +167,18 @@ def test_stopped_job_saves_and_the_same_command_continues_within_the_staleness_b
     assert stopped["status"] == "stopped" and 3 <= stopped["steps"] < 12
     assert_adds_up(stopped)
 
-    second = Job(private_cluster, folder, "stopped", *options)
+    # Half as many tokens a micro-batch, another ZeRO stage, another learning rate, and twice the ranks.
+    other = [
+        "train.micro_batch_tokens=1024",
+        "train.zero_stage=2",
+        "train.learning_rate=1e-4",
+        "train.num_workers=2",
+    ]
+    second = Job(private_cluster, folder, "stopped", *options, *other)
     assert second.wait() == 0, second.output()
     report = second.report()
+    assert len(report["changed_settings"]) == 4
+    assert "train.learning_rate: 0.0002 there, 0.0001 here" in report["changed_settings"]
     assert report["status"] == "finished" and report["steps"] == 12
     assert_adds_up(report)
     assert report["groups"]["trained"] == 12 * 4

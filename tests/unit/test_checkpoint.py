@@ -16,7 +16,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from raypost.checkpoint import BEST, LATEST, MANIFEST, SCORES, CheckpointDir, verify_files
+from raypost.checkpoint import BEST, LATEST, MANIFEST, SCORES, CheckpointDir, SavePace, verify_files
 from raypost.errors import CheckpointError
 from raypost.packed import arrays_of, pack_groups
 from raypost.types import Group, RolloutState, SampleParams, Status
@@ -232,6 +232,19 @@ def test_a_checkpoint_written_anew_is_there_before_the_old_one_is_removed(tmp_pa
         checkpoints.commit(4)
     step, path = newest(make_dir(tmp_path, keep=1))
     assert step == 4 and (path / "new").exists()
+
+
+def test_checkpoints_by_time_take_a_twentieth_of_it_at_most() -> None:
+    now = [0.0]
+    pace = SavePace(60.0, lambda: now[0])
+    due = []
+    for second in range(1, 1000):
+        now[0] = float(second)
+        if pace.due():
+            due.append(second)
+            pace.saved(took_s=1.0 if len(due) < 3 else 10.0)
+    assert due == [60, 120, 180, 380, 580, 780, 980]
+    assert not SavePace(None, lambda: 1e9).due()
 
 
 @pytest.mark.parametrize("damage", ["flip", "truncate", "remove", "add", "manifest", "no manifest"])

@@ -187,9 +187,9 @@ def test_requests_freeze_only_where_they_can_stay_and_go_on(places: dict[str, An
     due = {"eval__interval": 2, "eval__num_prompts": 1, "checkpoint__interval": 4, "train__num_steps": 6}
     config = make_config(sync__pause_mode="keep", **due, **places)
     assert [step for step in range(1, 7) if config.pause_mode(step) == "keep"] == kept
-    assert {config.pause_mode(step, stopping=True) for step in range(7)} == {"abort"}
+    assert {config.pause_mode(step, saving=True) for step in range(7)} == {"abort"}
     gentle = make_config(sync__pause_mode="wait", **due, **places)
-    assert {gentle.pause_mode(step, stopping=stop) for step in range(7) for stop in (True, False)} == {"wait"}
+    assert {gentle.pause_mode(step, saving=stop) for step in range(7) for stop in (True, False)} == {"wait"}
 
 
 def test_evaluation_is_never_due_without_prompts() -> None:

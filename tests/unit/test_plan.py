@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Callable
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from raypost.config import AgentLoopConfig, Config, load_config, parse_config
-from raypost.config.identity import run_digest
+from raypost.config.identity import MAY_CHANGE, MUST_STAY, flat, run_digest, run_identity
 from raypost.errors import ClusterError, ConfigError
 from raypost.plan import plan
 from raypost.plan.cluster import ClusterResources, bundles, place, shared_devices, shortages
@@ -392,6 +393,40 @@ def test_the_same_run_is_resumed_wherever_its_folder_lies(tmp_path: Path) -> Non
     assert plan.check(mine).resumes
     places = {"name": "b", "tasks__0__source__index_dir": None}
     assert plan.check(mine).run_digest == run_digest(config_of(tmp_path / "elsewhere", **places))
+
+
+def test_a_run_goes_on_with_what_its_own_errors_recommend_and_says_so(tmp_path: Path) -> None:
+    was = {"train__micro_batch_tokens": 4096, "train__learning_rate": 1e-3, "rollout__request_timeout_s": 30}
+    was |= {"train__zero_stage": 2, "train__num_workers": 2, "checkpoint__interval": 7}
+    plan_now = plan.check(other_run(tmp_path, **was))
+    assert plan_now.resumes
+    said = "the run continues with another setting: train.micro_batch_tokens: 4096 there, 8192 here"
+    assert said in plan_now.warnings
+    assert sum("continues with another setting" in text for text in plan_now.warnings) == len(was)
+
+
+@pytest.mark.parametrize(("stage", "ranks"), [(0, 1), (0, 2)])
+def test_a_run_of_stage_0_goes_on_only_as_it_was(tmp_path: Path, stage: int, ranks: int) -> None:
+    mine = other_run(tmp_path, train__zero_stage=stage, train__num_workers=ranks)
+    assert f"a run with train.zero_stage 0 on {ranks} rank(s), this one has 1 on 1" in refusal(mine)
+
+
+def test_settings_that_may_change_are_settings() -> None:
+    """Each is one of a configuration that has everything, and what decides the reward is none of them."""
+    parts = {"a": {"kind": "exact", "weight": 2.0}, "b": {"kind": "http", "url": "http://127.0.0.1:1/"}}
+    task = {"source": {"kind": "jsonl", "dataset": "x"}, "judge": {"kind": "composed", "parts": parts}}
+    eval_config = {"source": {"kind": "jsonl", "dataset": "y"}}
+    gae = {"advantage": {"kind": "gae"}, "critic": {}, "num_steps": 2, "batch_size": 2}
+    config = make_config(tasks=[task], eval=eval_config, train=gae)
+    places = flat(config.model_dump(mode="json"))
+    assert [one for one in MAY_CHANGE + MUST_STAY if not any(fnmatchcase(p, one) for p in places)] == []
+    stays = run_identity(config)
+    assert {
+        "tasks.0.judge.parts.a.weight",
+        "tasks.0.judge.parts.b.kind",
+        "eval.source.dataset",
+    } <= stays.keys()
+    assert not {"tasks.0.judge.parts.b.url", "tasks.0.weight", "train.learning_rate"} & stays.keys()
 
 
 @pytest.mark.parametrize("place", ["seed", "train__batch_size", "tasks__0__group_size", "model__name"])
