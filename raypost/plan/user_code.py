@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import importlib
 import inspect
 import json
 import os
@@ -33,7 +34,7 @@ from raypost.errors import ConfigError
 from raypost.types import Group, RolloutState, SampleParams, Status
 
 START_S = 60.0
-"""Longest time for the process to start and to read the prompts."""
+"""Longest time for the process to start, to import torch where a loss needs it, and to read the prompts."""
 TRIAL_S = 10.0
 """Longest time that one of them may take, its imports included."""
 
@@ -164,6 +165,9 @@ def main() -> None:
     answers = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
     todo = user_code(config)[-count:]
+    # What takes seconds by itself is not counted against the functions.
+    if any(one.kind in ("loss", "advantage") for one in todo):
+        importlib.import_module("raypost.trainer.algorithm.losses")
     for index in {one.task for one in todo if one.kind in ("is_valid", "environment")}:
         if config.tasks[index].source.kind != "python":
             with contextlib.suppress(ConfigError):
