@@ -24,11 +24,11 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, get_args
 
 import numpy as np
 
-from raypost.config import Config, TaskConfig
+from raypost.config import AdvantageKind, Config, LossKind, TaskConfig
 from raypost.config.imports import load_function
 from raypost.errors import ConfigError
 from raypost.types import Group, RolloutState, SampleParams, Status
@@ -86,7 +86,8 @@ def user_code(config: Config) -> list[UserCode]:
                 place + "source.dataset", str(source.dataset) if source.kind == "python" else "", "import"
             ),
         ]
-    return [one for one in named if ":" in one.path]
+    known = {*get_args(LossKind), *get_args(AdvantageKind), ""}
+    return [one for one in named if one.path not in known]
 
 
 def findings(config: Config) -> list[Finding]:
