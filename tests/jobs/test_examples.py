@@ -93,6 +93,19 @@ def test_programs_are_judged_in_the_sandbox(private_cluster: PrivateCluster, fol
     assert 0 <= solved <= passed and 0 < passed < 1
 
 
+@pytest.mark.slow
+def test_a_language_model_judges_beside_a_rule(private_cluster: PrivateCluster, folder: Path) -> None:
+    sizes = ["train.num_steps=2", "train.batch_size=2", "tasks.0.group_size=4", "eval.num_prompts=0"]
+    config = str(EXAMPLES / "generative-judge" / "config.yaml")
+    job = Job(private_cluster, folder, "generative-judge", *sizes, config=config)
+    assert job.wait() == 0, job.output()
+    report = job.report()
+    assert (report["status"], report["steps"]) == ("finished", 2)
+    assert_adds_up(report)
+    parts = report["judges"]["sums"]["parts"]
+    assert set(parts) == {"right", "plain"} and 0 <= parts["plain"]["mean"] <= 1
+
+
 def test_a_reward_function_that_always_raises_ends_the_run_with_its_words(
     private_cluster: PrivateCluster, folder: Path
 ) -> None:
