@@ -290,8 +290,11 @@ def remote(
     timeout_s: float,
     timeouts_s: Mapping[str, float | None] | None = None,
     many: Mapping[str, int] | None = None,
+    tries: int = POOL_TRIES,
 ) -> R:
     """Return a named actor as the role it plays; several names are a pool of interchangeable actors.
+
+    `tries`: how often a call to a pool is made, also while its only actor restarts.
 
     Nothing checks that the actor has the methods of `role`: this is the one place where a handle gets its type. The
     other arguments are those of Remote and RemotePool.
@@ -300,7 +303,7 @@ def remote(
     if isinstance(name, str):
         made = Remote(name, timeout_s, many, timeouts_s)
     else:
-        made = RemotePool(name, timeout_s, many=many)
+        made = RemotePool(name, timeout_s, tries, many)
     return cast(R, made)
 
 

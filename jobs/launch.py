@@ -151,9 +151,9 @@ class Launcher:
             )
             for n, bundle in enumerate(self._bundles("evaluation_worker" if evaluation else "rollout_worker"))
         }
-        self._pools[name] = self._role(
-            RolloutPool, cfg.sync.timeout_s, name, RolloutController, workers, cfg.rollout, cfg.sync.timeout_s
-        )
+        # Not started again: which version its workers hold would be forgotten.
+        self._add(RolloutController, workers, cfg.rollout, cfg.sync.timeout_s, name=name)
+        self._pools[name] = remote(name, RolloutPool, timeout_s=cfg.sync.timeout_s)
         return self._pools[name]
 
     async def start_engines(self) -> list[object]:
@@ -360,9 +360,12 @@ class Launcher:
         *args: P.args,
         **kwargs: P.kwargs,
     ) -> R:
-        """Start an actor that needs no device, and return it as its role."""
-        self._add(cls, *args, name=name, **kwargs)
-        return remote(name, role, timeout_s=timeout_s)
+        """Start an actor that needs no device and can begin anew, and return it as its role.
+
+        If it dies it is started again, and the call that met its death is made again: its calls are idempotent.
+        """
+        self._add(cls, *args, name=name, max_restarts=-1, **kwargs)
+        return remote([name], role, timeout_s=timeout_s, tries=RESTART_TRIES)
 
     def _add(self, cls: Callable[..., object], *args: Any, name: str, **options: Any) -> ActorHandle:
         self._handles[name] = placement.spawn(cls, *args, name=name, **options)

@@ -141,8 +141,10 @@ class WeightBroadcaster:
         """Compare the engines' logprobs on the canary prompt with the trainer's; return the report of the sync.
 
         The engines may serve meanwhile. Idempotent. Raises WeightError if they differ, StaleWeightsError unless
-        `version` is out.
+        `version` is out. A broadcaster that died since broadcasts it again first, which changes nothing in the engines.
         """
+        if self._last is None:
+            await self.broadcast(version, check=False)
         async with self._checking:
             if self._last is None or version != self._version:
                 raise StaleWeightsError(f"cannot check version {version}: {self._version} is out")

@@ -41,7 +41,10 @@ class RunWriter:
     """The files of one run. A second writer on the same folder continues it as a new session."""
 
     def __init__(self, run_dir: Path, config: Config, started_s: float | None = None) -> None:
-        """Begin a session, at `started_s` (seconds since the epoch) or now."""
+        """Begin a session, at `started_s` (seconds since the epoch) or now.
+
+        A session that began then already goes on as another one now: its writer died, and the report says so.
+        """
         run_dir.mkdir(parents=True, exist_ok=True)
         self._run_dir = run_dir
         before = _config_in(run_dir)
@@ -53,7 +56,14 @@ class RunWriter:
         self._trackers = Trackers(config, run_dir)
         self._problems: set[str] = set()
         changed = changed_settings(before, config) if before is not None else []
-        self._event("start", {"versions": package_versions(), "changed": changed}, started_s)
+        died = started_s is not None and _began(run_dir, started_s)
+        self._event(
+            "start", {"versions": package_versions(), "changed": changed}, None if died else started_s
+        )
+        if died:
+            self.write_problem(
+                "telemetry died and was started again: figures of the time between are missing"
+            )
 
     def write_step(self, step: int, metrics: Mapping[str, Any]) -> None:
         """Record train step `step` (1-based). Numbers also go to the trackers, lists only to the file."""
@@ -168,3 +178,10 @@ def _config_in(run_dir: Path) -> Config | None:
         return load_config(run_dir / files.CONFIG)
     except ConfigError:
         return None
+
+
+def _began(run_dir: Path, started_s: float) -> bool:
+    """Whether a session began at this very time."""
+    with files.reading(run_dir / files.EVENTS):
+        lines = files.read_lines(run_dir / files.EVENTS)
+        return any(line.get("event") == "start" and line.get("time_s") == started_s for line in lines)

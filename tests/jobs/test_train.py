@@ -63,7 +63,7 @@ def assert_its_best_checkpoint_scores_the_same_again(
     assert "sums" in again.output() and "mean@1" in again.output()
 
 
-def test_two_workers_two_ranks_a_killed_engine_and_a_killed_buffer_lose_no_group(
+def test_two_workers_two_ranks_and_five_killed_roles_lose_no_group(
     private_cluster: PrivateCluster, folder: Path
 ) -> None:
     job = Job(
@@ -71,20 +71,25 @@ def test_two_workers_two_ranks_a_killed_engine_and_a_killed_buffer_lose_no_group
         folder,
         "killed",
         "train.num_steps=14",
-        "eval.num_prompts=0",
+        "eval.num_prompts=8",
+        "eval.interval=7",
         "rollout.num_workers=2",
         "train.num_workers=2",
         "train.zero_stage=2",
     )
-    before = processes("RolloutWorker"), processes("ReplayBufferActor")
+    names = ("RolloutWorker", "ReplayBufferActor", "WeightBroadcaster", "Evaluator", "Telemetry")
+    before = {name: processes(name) for name in names}
     job.until_step(2)
-    engines, [buffer] = processes("RolloutWorker") - before[0], processes("ReplayBufferActor") - before[1]
-    assert len(engines) == 2
-    os.kill(min(engines), signal.SIGKILL)
+    made = {name: processes(name) - before[name] for name in names}
+    assert [len(made[name]) for name in names] == [2, 1, 1, 1, 1]
+    os.kill(min(made["RolloutWorker"]), signal.SIGKILL)
     job.until_step(4)
-    os.kill(buffer, signal.SIGKILL)
+    for name in names[1:]:
+        os.kill(min(made[name]), signal.SIGKILL)
     assert job.wait() == 0, job.output()
     report = job.report()
+    assert any("telemetry died and was started again" in problem for problem in report["problems"])
+    assert report["eval_before"] is not None and report["eval_after"] is not None
     assert report["status"] == "finished" and report["steps"] == 14
     assert_adds_up(report)
     assert report["groups"]["trained"] == 14 * 4

@@ -208,6 +208,23 @@ def test_the_time_between_two_sessions_is_no_step(tmp_path: Path, clock: Clock) 
 
 
 @pytest.mark.usefixtures("no_plots")
+def test_a_writer_that_died_within_a_session_goes_on_and_says_so_and_so_do_other_settings(
+    tmp_path: Path, clock: Clock, no_plots: None
+) -> None:
+    start_s = clock.now
+    write_steps(open_run(tmp_path, clock), clock, 1, 2)
+    clock.now += 5.0
+    again = RunWriter(tmp_path, run.config(), started_s=start_s)
+    write_steps(again, clock, 3, 4)
+    report = again.finish("finished", None, None)
+    assert (report["sessions"], report["steps"], report["changed_settings"]) == (2, 4, [])
+    assert any("telemetry died and was started again" in problem for problem in report["problems"])
+
+    other = open_run(tmp_path, clock, train__learning_rate=0.5)
+    report = other.finish("finished", None, None)
+    assert [one.partition(":")[0] for one in report["changed_settings"]] == ["train.learning_rate"]
+
+
 def test_an_evaluation_of_an_abandoned_step_is_not_reported(tmp_path: Path, clock: Clock) -> None:
     first = open_run(tmp_path, clock)
     first.write_eval(0, {"held_out": 0.1})

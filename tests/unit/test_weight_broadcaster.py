@@ -146,6 +146,17 @@ async def test_a_version_that_is_out_may_be_checked_later_and_once() -> None:
     assert (await sync.broadcast(1)).canary_difference == 0.0
 
 
+async def test_a_broadcaster_that_starts_again_checks_the_version_that_is_out_by_sending_it_again() -> None:
+    pool = ScriptedPool()
+    first, _ = broadcaster(pool=pool)
+    sent = await first.broadcast(1, check=False)
+    again, _ = broadcaster(pool=pool)
+    checked = await again.check(1)
+    assert (checked.version, checked.digest, checked.canary_difference) == (1, sent.digest, 0.0)
+    with pytest.raises(StaleWeightsError, match="cannot check version 2: 1 is out"):
+        await again.check(2)
+
+
 async def test_canary_can_be_switched_off() -> None:
     sync, _ = broadcaster(0.03, tolerance=None)
     assert (await sync.broadcast(1)).canary_difference is None
