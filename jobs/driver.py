@@ -22,6 +22,7 @@ from ray.exceptions import RayError
 
 from actors.placement import cluster_nodes
 from jobs.arguments import config_of, parser, python_path
+from jobs.wiring import checkpoints_of
 from raypost.config import Config
 from raypost.errors import ConfigError, RaypostError, StoppedError
 from raypost.owner import TRACEBACK, owning
@@ -45,6 +46,8 @@ def main(job: Job, argv: list[str] | None = None, *, placement: str = "separate"
             config = config_of(args)
             _check_placement(config, placement)
             plan.check(config, tried=args.tried)
+            # Before engines start, which takes a minute.
+            checkpoints_of(config).latest(fallback=config.checkpoint.fallback)
             plan.check(config, cluster=connect(config), tried=True)
             owned.enter_context(owning(config.run_dir))
         except REFUSALS as error:

@@ -16,7 +16,7 @@ from jobs.launch import CALL_TIMEOUT_S, Launcher
 from jobs.models import prepare_models
 from jobs.roles import Roles
 from jobs.stopping import stopped, unless
-from raypost.checkpoint import CheckpointDir, SavePace
+from raypost.checkpoint import CHECKPOINTS, CheckpointDir, SavePace
 from raypost.config import Config
 from raypost.config.identity import run_digest
 from raypost.report.terminal import RunDisplay
@@ -44,6 +44,16 @@ async def spawn(cfg: Config, stop: asyncio.Event) -> AsyncIterator[Roles]:
             await roles.finish("stopped" if stop.is_set() else "finished", None)
 
 
+def checkpoints_of(cfg: Config) -> CheckpointDir:
+    """Return the checkpoints of a run."""
+    return CheckpointDir(
+        cfg.run_dir / CHECKPOINTS,
+        cfg.checkpoint.keep,
+        {"config": run_digest(cfg)},
+        keep_best=cfg.checkpoint.keep_best,
+    )
+
+
 async def _start(launcher: Launcher, stop: asyncio.Event, display: RunDisplay) -> Roles:
     cfg = launcher.cfg
     await launcher.share_devices()
@@ -64,12 +74,7 @@ async def _start(launcher: Launcher, stop: asyncio.Event, display: RunDisplay) -
         cfg=cfg,
         stop=stop,
         display=display,
-        checkpoints=CheckpointDir(
-            cfg.run_dir / "checkpoints",
-            cfg.checkpoint.keep,
-            {"config": run_digest(cfg)},
-            keep_best=cfg.checkpoint.keep_best,
-        ),
+        checkpoints=checkpoints_of(cfg),
         pace=SavePace(cfg.checkpoint.every_s),
         trainer=trainer,
         pool=pool,

@@ -23,10 +23,10 @@ import os
 import re
 import shutil
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from enum import Enum
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import xxhash
@@ -38,13 +38,38 @@ log = logging.getLogger(__name__)
 
 MANIFEST = "manifest.json"
 SCORES = "scores.json"
+CHECKPOINTS = "checkpoints"
+"""Folder of a run's checkpoints."""
 HF, HF_AVERAGE = "hf", "hf-ema"
 """In a checkpoint: the model, and the moving average of its weights, as Hugging Face folders."""
 LATEST, BEST = "latest", "best"
 """Links to a checkpoint, for people: nothing is read through them."""
 _STEP = re.compile(r"step-(\d+)")
+DAMAGED = ".damaged"
+"""What the name of a checkpoint ends with that is left out for its damage."""
 LEAST_PACE = 20
 """Least time between two checkpoints by time, in units of what the last one took."""
+
+
+class ListedCheckpoint(NamedTuple):
+    """One checkpoint, as it is found."""
+
+    path: Path
+    score: float | None
+    """Held-out score, if it has one."""
+    links: tuple[str, ...]
+    """Which of `latest` and `best` it is."""
+    damage: str
+    """What is wrong with it; empty: nothing."""
+
+    @property
+    def num_bytes(self) -> int:
+        """Size of all its files."""
+        return sum(file.stat().st_size for file in _files(self.path))
+
+
+class ForeignCheckpointError(CheckpointError):
+    """A checkpoint is of another run."""
 
 
 class SavePace:
@@ -89,6 +114,21 @@ class CheckpointDir:
         self._scores = self._read_scores()
         self._stored_scores = dict(self._scores)
         self._awaited: set[int] = set()
+
+    def listed(self) -> Iterator[ListedCheckpoint]:
+        """Yield what is there, oldest first, each verified byte by byte, of whatever run; then what was put aside."""
+        newest, best = self.steps()[-1:], self.best()
+        for step in self.steps():
+            path = self._root / f"step-{step}"
+            links = [LATEST] * ([step] == newest) + [BEST] * (best is not None and best[0] == step)
+            try:
+                verify_files(path)
+                damage = ""
+            except CheckpointError as error:
+                damage = str(error)
+            yield ListedCheckpoint(path, self._scores.get(step), tuple(links), damage)
+        for path in sorted(self._root.glob(f"*{DAMAGED}")):
+            yield ListedCheckpoint(path, None, (), "damaged, and put aside")
 
     def begin(self, step: int) -> Path:
         """Return an empty folder for the checkpoint of `step`, and remove what a crash left half done."""
@@ -199,17 +239,28 @@ class CheckpointDir:
         matches = (_STEP.fullmatch(path.name) for path in self._root.iterdir() if path.is_dir())
         return sorted(int(match.group(1)) for match in matches if match)
 
-    def latest(self) -> tuple[int, Path] | None:
+    def latest(self, *, fallback: bool = False, verify: bool = True) -> tuple[int, Path] | None:
         """Return step and folder of the newest checkpoint, verified byte by byte; None if there is none.
 
-        Raises CheckpointError naming the file that is missing, damaged or unknown, or the fact that differs.
+        `fallback`: what is damaged is put aside as `step-N.damaged`, and the one before is taken. `verify` False: it
+        was verified just now. Raises CheckpointError naming the file that is missing, damaged or unknown, or the fact
+        that differs, and if with `fallback` no undamaged one is left.
         """
         steps = self.steps()
-        if not steps:
-            return None
-        path = self._root / f"step-{steps[-1]}"
-        self.verify(path)
-        return steps[-1], path
+        for step in reversed(steps):
+            path = self._root / f"step-{step}"
+            try:
+                if verify:
+                    self.verify(path)
+                return step, path
+            except CheckpointError as error:
+                if not fallback or isinstance(error, ForeignCheckpointError):
+                    raise
+                log.warning("%s; it is put aside, and the checkpoint before it is taken", error)
+                path.rename(path.with_name(f"{path.name}{DAMAGED}"))
+        if steps:
+            raise CheckpointError(f"no undamaged checkpoint is left in {self._root}: start a new run")
+        return None
 
     def verify(self, path: Path) -> None:
         """Raise CheckpointError unless `path` is a complete, undamaged checkpoint of this run."""
@@ -217,7 +268,7 @@ class CheckpointDir:
         for name in sorted({*fingerprint, *self._fingerprint}):
             theirs, ours = fingerprint.get(name), self._fingerprint.get(name)
             if theirs != ours:
-                raise CheckpointError(
+                raise ForeignCheckpointError(
                     f"{path} belongs to another run: its {name} is {theirs!r}, this run's is {ours!r}; "
                     "use another run name, or the configuration it was saved with"
                 )
@@ -272,7 +323,7 @@ class CheckpointDir:
         return self._root / f"step-{step}.tmp"
 
 
-_REMOVE = "the checkpoint is damaged, remove its folder to use the one before it"
+_REMOVE = "the checkpoint is damaged; checkpoint.fallback=true continues from the one before it"
 
 
 def verify_files(path: Path) -> int:

@@ -13,6 +13,7 @@ import subprocess
 import sys
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from datetime import datetime
 from pathlib import Path
 from typing import Annotated
 
@@ -182,6 +183,32 @@ def samples(
     for sample in shown:
         console.print(sample_panel(sample))
     console.print(samples_text(kept.step, kept.steps, len(shown), len(kept.samples)), highlight=False)
+
+
+@app.command()
+def checkpoints(run_dir: RunDir) -> None:
+    """List the checkpoints of a run, each verified byte by byte; exit code 1 if one is damaged."""
+    with _refusals():
+        from raypost.checkpoint import CHECKPOINTS, CheckpointDir
+        from raypost.report.formatting import score, size
+
+        _require_run(run_dir)
+        found = list(CheckpointDir(run_dir / CHECKPOINTS, 1, {}).listed())
+        rows = [
+            (
+                one.path.name,
+                f"{datetime.fromtimestamp(one.path.stat().st_mtime):%Y-%m-%d %H:%M:%S}",
+                size(one.num_bytes),
+                "" if one.score is None else score(one.score),
+                ", ".join(one.links),
+                one.damage or "whole",
+            )
+            for one in found
+        ]
+    columns = ("checkpoint", "saved", "size", "held-out", "is", "state")
+    _console().print(_table(str(run_dir / CHECKPOINTS), rows, *columns))
+    if any(one.damage for one in found):
+        raise typer.Exit(1)
 
 
 @app.command()

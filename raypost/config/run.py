@@ -166,6 +166,8 @@ class CheckpointConfig(ConfigModel):
     every_s: Annotated[float, Field(gt=0)] | None = 60
     """Seconds after which the next sync writes a checkpoint too, wherever `interval` stands; at least 20 times what the
     last one took, so that writing takes a twentieth of the time at most. null: never by time."""
+    fallback: bool = False
+    """Continue from the checkpoint before where the newest is damaged; else such a run is refused."""
     keep: Annotated[int, Field(ge=1)] = 2
     """Number of newest checkpoints that are kept."""
     keep_best: bool = True

@@ -21,6 +21,7 @@ from typing import Any
 
 import yaml
 
+from raypost.checkpoint import CHECKPOINTS, DAMAGED
 from raypost.config import Config, load_config, parse_config
 from raypost.config.identity import changed_settings
 from raypost.errors import ConfigError
@@ -60,6 +61,8 @@ class RunWriter:
         self._event(
             "start", {"versions": package_versions(), "changed": changed}, None if died else started_s
         )
+        for damaged in sorted(run_dir.glob(f"{CHECKPOINTS}/*{DAMAGED}")):
+            self.write_problem(f"checkpoint {damaged.stem} is damaged: it was put aside as {damaged.name}")
         if died:
             self.write_problem(
                 "telemetry died and was started again: figures of the time between are missing"

@@ -10,16 +10,20 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import yaml
 
-from jobs import colocate, colocate_lowlevel, train
+from jobs import colocate, colocate_lowlevel, driver, train
+from jobs.arguments import config_of, parser
 from jobs.driver import Job
 from jobs.roles import Roles
+from jobs.wiring import checkpoints_of
 from raypost.checkpoint import CheckpointDir, SavePace
 from raypost.config import Config
 from raypost.errors import WeightError
 from raypost.protocols import TakeStatus
 from raypost.types import ProduceBatchStatus, SyncReport
 from tests.factories import CHAIN_SUM, make_config
+from tests.jobs.job import ROOT
 
 STEPS = 3
 
@@ -154,6 +158,32 @@ def test_checkpoint_is_due_by_time_and_stays_so_for_its_step(tmp_path: Path) -> 
     assert (tmp_path / "checkpoints" / "step-2").is_dir() and not scene.roles.save_due(3)
     scene.stop.set()
     assert scene.roles.save_due(3)
+
+
+def test_damaged_checkpoint_is_refused_before_anything_starts_or_left_out_if_asked(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    recipe = str(ROOT / "jobs/recipes/quickstart.yaml")
+    argv = ["--config", recipe, "--name", "damaged", "--runs-dir", str(tmp_path)]
+    cfg = config_of(parser(None).parse_intermixed_args(argv))
+    cfg.run_dir.mkdir()
+    (cfg.run_dir / "config.yaml").write_text(yaml.safe_dump(cfg.model_dump(mode="json")))
+    checkpoints = checkpoints_of(cfg)
+    for step in (3, 5):
+        (checkpoints.begin(step) / "shard").write_text("weights")
+        checkpoints.commit(step)
+    (cfg.run_dir / "checkpoints" / "step-5" / "shard").write_text("weighty")
+
+    def connect(cfg: Config) -> None:
+        raise ConnectionError("there is no cluster")
+
+    monkeypatch.setattr(driver, "connect", connect)
+    assert driver.main(train.train, argv) == driver.EXIT_REFUSED
+    said = capsys.readouterr().err
+    assert "step-5/shard is" in said and "checkpoint.fallback=true" in said and "no cluster" not in said
+    assert driver.main(train.train, [*argv, "checkpoint.fallback=true"]) == driver.EXIT_REFUSED
+    assert "there is no cluster" in capsys.readouterr().err
+    assert checkpoints.latest() == (3, cfg.run_dir / "checkpoints" / "step-3")
 
 
 def synced(version: int) -> SyncReport:

@@ -268,6 +268,31 @@ def test_damaged_checkpoint_is_refused_by_name(tmp_path: Path, damage: str) -> N
         checkpoints.latest()
 
 
+def test_with_fallback_the_newest_undamaged_checkpoint_is_taken_and_the_others_are_put_aside(
+    tmp_path: Path,
+) -> None:
+    checkpoints = make_dir(tmp_path, keep=3)
+    for step in (3, 5, 7):
+        write(checkpoints, step)
+    root = tmp_path / "checkpoints"
+    (root / "step-7" / "trainer" / "shard").write_bytes(b"")
+    (root / "step-5" / MANIFEST).write_text("{")
+    with pytest.raises(CheckpointError, match=r"checkpoint\.fallback=true"):
+        checkpoints.latest()
+    assert checkpoints.latest(fallback=True) == (3, root / "step-3")
+    assert checkpoints.steps() == [3] and (root / "step-7.damaged").is_dir()
+    assert (newest(checkpoints), newest(make_dir(tmp_path))) == ((3, root / "step-3"),) * 2
+    write(checkpoints, 7)
+    assert newest(checkpoints)[0] == 7
+    (root / "step-3" / MANIFEST).unlink()
+    shutil.rmtree(root / "step-7")
+    with pytest.raises(CheckpointError, match="no undamaged checkpoint is left"):
+        checkpoints.latest(fallback=True)
+    write(checkpoints, 9)
+    with pytest.raises(CheckpointError, match="belongs to another run"):
+        make_dir(tmp_path, fingerprint={"seed": 8}).latest(fallback=True)
+
+
 @pytest.mark.parametrize("other", [{"config": "abd", "seed": 3}, {"config": "abc", "seed": 4}, {"seed": 3}])
 def test_checkpoint_of_another_run_is_refused_with_both_values(
     tmp_path: Path, other: dict[str, str | int]

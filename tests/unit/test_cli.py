@@ -17,6 +17,7 @@ import yaml
 from typer.testing import CliRunner, Result
 
 from raypost import cli
+from raypost.checkpoint import CheckpointDir
 from raypost.cli.submission import Submission, job_environment
 from raypost.errors import ClusterError, ConfigError
 from raypost.ledger.ledger import LEDGER_FILE, Ledger
@@ -342,6 +343,25 @@ def test_status_and_report_refuse_a_folder_without_a_run(tmp_path: Path) -> None
         result = run(command, tmp_path)
         assert result.exit_code == 2
         assert f"refused: {tmp_path} holds no run" in result.stderr
+
+
+def test_checkpoints_are_listed_with_what_each_is_worth_and_damage_is_named(tmp_path: Path) -> None:
+    (tmp_path / "config.yaml").write_text("")
+    there = CheckpointDir(tmp_path / "checkpoints", 9, {}, keep_best=True)
+    for step, held_out in ((3, 0.75), (5, 0.5), (7, None)):
+        (there.begin(step) / "shard").write_bytes(bytes(2_000_000))
+        there.commit(step)
+        there.record_score(step, held_out)
+    result = run("checkpoints", tmp_path)
+    assert result.exit_code == 0
+    lines = [line for line in result.output.splitlines() if "step-" in line]
+    assert [("best" in line, "latest" in line, "whole" in line, "2 MB" in line) for line in lines] == [
+        (True, False, True, True), (False, False, True, True), (False, True, True, True)]  # fmt: skip
+    assert "0.75" in lines[0]
+    (tmp_path / "checkpoints" / "step-5" / "shard").write_bytes(b"")
+    damaged = run("checkpoints", tmp_path)
+    assert damaged.exit_code == 1 and "checkpoint.fallback=true" in " ".join(damaged.output.split())
+    assert run("checkpoints", tmp_path / "nothing").exit_code == 2
 
 
 def test_status_follows_a_run_to_its_report(recipe: Path, tmp_path: Path) -> None:
