@@ -10,7 +10,6 @@ import asyncio
 import contextlib
 import logging
 import os
-import signal
 import sys
 import traceback
 from collections.abc import Awaitable, Callable, Coroutine
@@ -22,6 +21,7 @@ from ray.exceptions import RayError
 
 from actors.placement import cluster_nodes
 from jobs.arguments import config_of, parser, python_path
+from jobs.stopping import outlive_terminal, stop_signals
 from jobs.wiring import checkpoints_of
 from raypost.config import Config
 from raypost.errors import ConfigError, RaypostError, StoppedError
@@ -103,15 +103,16 @@ def run(work: Coroutine[Any, Any, None], stop: asyncio.Event, stopping: str, kep
 async def _until_it_ends(work: Awaitable[None], stop: asyncio.Event, stopping: str, kept: Path) -> int:
     task = asyncio.ensure_future(work)
 
-    def on_signal() -> None:
+    def on_signal(number: int) -> None:
+        outlive_terminal(number)
         if stop.is_set():
             task.cancel()
             return
         print(f"stopping: {stopping}", flush=True)
         stop.set()
 
-    for number in (signal.SIGTERM, signal.SIGINT):
-        asyncio.get_running_loop().add_signal_handler(number, on_signal)
+    for number in stop_signals():
+        asyncio.get_running_loop().add_signal_handler(number, on_signal, number)
     try:
         await task
     except asyncio.CancelledError:

@@ -36,6 +36,7 @@ from typing import Self, TypeVar
 
 import psutil
 
+from jobs.stopping import stop_signals
 from raypost.errors import RaypostError
 
 MARKER = "RAYPOST_PRIVATE_CLUSTER"
@@ -333,7 +334,7 @@ def _die_with_parent() -> Callable[[], None] | None:
 
 @contextlib.contextmanager
 def _signals_deferred() -> Iterator[None]:
-    """Hold back Ctrl-C and SIGTERM while the block runs, and deliver the last of them after it."""
+    """Hold back the signals that stop a run while the block runs, and deliver the last of them after it."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -342,7 +343,7 @@ def _signals_deferred() -> Iterator[None]:
     def note(number: int, _: FrameType | None) -> None:
         caught.append(number)
 
-    before = {number: signal.signal(number, note) for number in (signal.SIGINT, signal.SIGTERM)}
+    before = {number: signal.signal(number, note) for number in stop_signals()}
     try:
         yield
     finally:

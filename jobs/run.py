@@ -6,8 +6,8 @@ What is submitted is what one would submit to any cluster (`ray job submit -- py
 jobs.colocate), so nothing here knows about training. The job works in the current folder, where it imports and reads
 what the configuration names. Owns the head it starts, and the job on it.
 
-Ctrl-C or SIGTERM stops the job as `ray job stop` does: its driver saves and reports while its log is still
-shown. A second one ends it at once. Exit code: the driver's; 130 or 143 after a stop; 2 when refused.
+Ctrl-C, SIGTERM or the end of the terminal stops the job as `ray job stop` does: its driver saves and reports while its
+log is still shown. A second one ends it at once. Exit code: the driver's; 130 or 143 after a stop; 2 when refused.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ import psutil
 
 from jobs.arguments import TRIED, config_of, parser, python_path
 from jobs.private_cluster import PrivateCluster
-from jobs.stopping import stopped, unless
+from jobs.stopping import outlive_terminal, stop_signals, stopped, unless
 from raypost.config import Config
 from raypost.errors import ConfigError, RaypostError, StoppedError, WaitTimeoutError
 from raypost.plan.plan import ClusterResources, bundles, check
@@ -55,6 +55,8 @@ LOST_HEAD_TRIES = 5
 OBJECT_STORE_BYTES = 4 * 1024**3
 """Room for two versions of the weights of a model of 1 B parameters in bf16, taken only as it is used."""
 ENTRYPOINT_LINE = re.compile(r"Running entrypoint for job ")
+SETUP_LINE = re.compile(r"\d{4}-\d\d-\d\d [\d:,]+\t[A-Z]+ \S+\.py:\d+ -- ")
+"""What Ray writes into a driver's log: the first of the two when it starts it, but perhaps after its first lines."""
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -129,7 +131,7 @@ def run_on_private_cluster(
 
 
 class Interrupts:
-    """Catches SIGINT and SIGTERM while entered. Each raises KeyboardInterrupt; inside `counted` it sets an event."""
+    """Catches the signals that stop a run. Each raises KeyboardInterrupt; inside `counted` it sets an event."""
 
     def __init__(self) -> None:
         """Catch nothing yet."""
@@ -142,7 +144,7 @@ class Interrupts:
 
     def __enter__(self) -> Interrupts:
         """Take the signals over."""
-        for number in (signal.SIGINT, signal.SIGTERM):
+        for number in stop_signals():
             self._before[number] = signal.signal(number, self._caught)
         return self
 
@@ -162,6 +164,7 @@ class Interrupts:
 
     def _caught(self, number: int, _: FrameType | None) -> None:
         self.number = number
+        outlive_terminal(number)
         if self._loop is None:
             raise KeyboardInterrupt
         self._loop.call_soon_threadsafe(self._count)
@@ -171,8 +174,8 @@ class Interrupts:
 
 
 @dataclass
-class _Log:
-    """Shows a driver's log, without what Ray puts before the driver's own first line."""
+class DriverLog:
+    """Shows a driver's log, without what Ray writes there when it starts the driver."""
 
     seen: int = 0
     """Characters received."""
@@ -180,14 +183,17 @@ class _Log:
     _started: bool = False
 
     def feed(self, text: str) -> None:
+        """Show what was added to the log."""
         self.seen += len(text)
         for line in text.splitlines(keepends=True):
-            if self._started:
-                sys.stdout.write(line)
-            elif ENTRYPOINT_LINE.match(line):
+            if not self._started and ENTRYPOINT_LINE.match(line):
                 self._started = True
+                own = [one for one in self.tail if not SETUP_LINE.match(one)]
                 self.tail.clear()
+                self.tail.extend(own)
                 continue
+            if self._started or not SETUP_LINE.match(line):
+                sys.stdout.write(line)
             if line.strip():
                 self.tail.append(line.rstrip())
         sys.stdout.flush()
@@ -202,7 +208,7 @@ class _Job:
     stop_wait_s: int
     failure: str | None = None
     """What to say of it, once it has failed."""
-    _log: _Log = field(default_factory=_Log)
+    _log: DriverLog = field(default_factory=DriverLog)
 
     async def run(self, interrupts: Interrupts) -> int:
         """Submit, follow, and stop at a signal. Returns the exit code; a second signal is a KeyboardInterrupt."""

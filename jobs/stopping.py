@@ -1,14 +1,38 @@
-"""Waits that something else may end early: a request to stop, or the end of production."""
+"""What ends a run early: signals, and waits that a request to stop or the end of production may end."""
 
 from __future__ import annotations
 
 import asyncio
+import os
+import signal
 from collections.abc import Awaitable
 from typing import NoReturn, TypeVar
 
 from raypost.errors import ProductionError, StoppedError
 
 T = TypeVar("T")
+
+_TERMINAL = [stream for stream in (1, 2) if os.isatty(stream)]
+"""Of standard output and error, those that are a terminal: of one that is gone nobody can tell."""
+
+
+def stop_signals() -> list[int]:
+    """Return the signals that ask a run to stop: Ctrl-C, SIGTERM, and the end of its terminal unless that is ignored.
+
+    `nohup` has the last one ignored.
+    """
+    ignored = signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
+    return [signal.SIGINT, signal.SIGTERM, *([] if ignored else [signal.SIGHUP])]
+
+
+def outlive_terminal(number: int) -> None:
+    """After signal `number`: if it says that the terminal is gone, write to nowhere instead, so that no print fails."""
+    if number != signal.SIGHUP:
+        return
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    for stream in _TERMINAL:
+        os.dup2(nowhere, stream)
+    os.close(nowhere)
 
 
 async def unless(work: Awaitable[T], *ends: Awaitable[NoReturn]) -> T:

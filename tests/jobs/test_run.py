@@ -134,6 +134,25 @@ def test_signal_lets_the_job_save_first(tmp_path: Path) -> None:
     assert all("saved" in text.splitlines() for text in shown)
 
 
+def test_run_whose_terminal_closes_saves_first_and_leaves_nothing(tmp_path: Path) -> None:
+    (tmp_path / "job.py").write_text(STOPS)
+    mark, saved = f"terminal-{os.getpid()}", tmp_path / "saved"
+    pid, terminal = os.forkpty()
+    if pid == 0:
+        os.chdir(ROOT)
+        environment = os.environ | {"TEST_RUN": mark, "RAY_ADDRESS": "127.0.0.1:1", "PYTHONUNBUFFERED": "1"}
+        os.execve(sys.executable, [sys.executable, "-c", RUN, str(tmp_path), str(saved)], environment)
+    shown = b""
+    while b"working" not in shown:
+        shown += os.read(terminal, 4096)
+    os.close(terminal)
+    _, status = os.waitpid(pid, 0)
+    assert os.waitstatus_to_exitcode(status) == 128 + signal.SIGHUP
+    assert saved.read_text() == "saved"
+    _, left = psutil.wait_procs(processes_with("TEST_RUN", mark), 5)
+    assert left == []
+
+
 def test_second_signal_ends_the_job_at_once(tmp_path: Path) -> None:
     slow = STOPS.replace("time.sleep(4.0)", "time.sleep(29.0)")
     with running(tmp_path / "job", slow, str(tmp_path / "file")) as run:
