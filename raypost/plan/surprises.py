@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+import psutil
 from pydantic import BaseModel
 
 from raypost.config import Config, JudgeConfig, TaskConfig
@@ -38,6 +39,21 @@ def surprises(config: Config) -> Iterator[str]:
         for name in sorted(changed(loss.kl)):
             yield f"train.loss.kl.{name} is not used: kl.coefficient is 0"
     yield from _short_timeouts(config, "")
+    yield from _too_large(config)
+
+
+def _too_large(config: Config) -> Iterator[str]:
+    """Yield what this machine has no memory for; another one may have."""
+    there = psutil.virtual_memory().total / 2**30
+    rollout, train = config.rollout, config.train
+    if config.device == "cpu" and rollout.num_engines * rollout.kv_cache_gb > there:
+        yield (
+            f"rollout.kv_cache_gb {rollout.kv_cache_gb:g} of {rollout.num_engines} engine(s) is more than the "
+            f"{there:.0f} GiB that this machine has"
+        )
+    for name, mb in (("bucket_mb", train.bucket_mb), ("logits_mb", train.logits_mb)):
+        if mb / 1024 > there:
+            yield f"train.{name} {mb} is more than the {there:.0f} GiB that this machine has"
 
 
 def changed(model: BaseModel) -> set[str]:

@@ -137,6 +137,8 @@ def test_python_source_that_cannot_be_imported_does_not_take_the_plan_with_it(
         ({"train__loss": {"value_clip": 0.5}}, "train.loss.value_clip is not used: there is no train.critic"),
         ({"train__loss": {"kl": {"kind": "k1"}}}, "train.loss.kl.kind is not used: kl.coefficient is 0"),
         ({"rollout__pause_timeout_s": 0.001}, "rollout.pause_timeout_s is 0.001 s: what takes longer fails"),
+        ({"rollout__kv_cache_gb": 4e6}, "rollout.kv_cache_gb 4e+06 of 1 engine(s) is more than the"),
+        ({"train__logits_mb": 1_048_576}, "train.logits_mb 1048576 is more than the"),
         (
             {"environment": ":Good", "tasks__0__judge": {"kind": "exact"}},
             "judge (kind) is not used: agent_loop.kind is environment",
