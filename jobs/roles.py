@@ -194,15 +194,16 @@ class Roles:
     async def _check(self, version: int) -> None:
         if self._sync is not None:
             self._sync = await self.broadcaster.check(version)
-        await self._record(self._show_sync())
+        # Taken now: when it is recorded, the next sync may be under way.
+        report, self._sync = self._sync, None
+        await self._record(self._show_sync(report))
 
-    async def _show_sync(self) -> None:
+    async def _show_sync(self, report: SyncReport | None) -> None:
         self.display.workers(await self.pool.states())
-        await self._record_sync()
+        await self._record_sync(report)
 
-    async def _record_sync(self) -> None:
-        if self._sync is not None:
-            report, self._sync = self._sync, None
+    async def _record_sync(self, report: SyncReport | None) -> None:
+        if report is not None:
             await self.telemetry.log_sync(report)
 
     async def _record(self, work: Coroutine[object, object, None]) -> None:
@@ -304,6 +305,6 @@ class Roles:
             log.warning("the producer gave no final counts: %s", cause)
         if self._recording is not None:
             await asyncio.gather(self._recording, return_exceptions=True)
-        await self._record_sync()
+        await self._record_sync(self._sync)
         report = await self.telemetry.finish(status, error, counts)
         self.display.finish(report, self.cfg.run_dir)
