@@ -148,18 +148,26 @@ class EngineLife(Generic[EngineT]):
             self.check(f": {error}")
             raise
 
-    async def answers(self, call: Awaitable[object], within_s: float, excused: Callable[[], bool]) -> None:
-        """End this process, and the engine's, if a call to the engine takes longer, unless that is `excused` then."""
-        try:
-            async with asyncio.timeout(within_s):
-                await self.alive(call)
-        except TimeoutError:
-            if excused():
-                return
-            for pid in self.info.engine_pids if self.info is not None else ():
-                with contextlib.suppress(ProcessLookupError):
-                    os.kill(pid, signal.SIGKILL)
-            self._die(f"its engine did not answer for {within_s:.0f} s")
+    async def answers(
+        self, ask: Callable[[], Awaitable[object]], within_s: float, excused: Callable[[], bool]
+    ) -> None:
+        """End this process, and the engine's, if the engine does not answer in time, unless that is `excused` then.
+
+        It is asked twice, the second time for a quarter of the time: where all was stopped for a while, the time is
+        over before anybody could answer.
+        """
+        for limit_s in (within_s, within_s / 4):
+            try:
+                async with asyncio.timeout(limit_s):
+                    await self.alive(ask())
+                    return
+            except TimeoutError:
+                if excused():
+                    return
+        for pid in self.info.engine_pids if self.info is not None else ():
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        self._die(f"its engine did not answer for {within_s:.0f} s")
 
     def check(self, why: str = "") -> None:
         """End this process if the engine is dead."""

@@ -381,7 +381,7 @@ class RolloutController(CallBatches):
         incarnation, limit_s = worker.incarnation, self._rollout.liveness_timeout_s
         try:
             # A worker finds out about its engine by itself, and ends.
-            await within(worker.handle.ping.remote(), 1.5 * limit_s, f"{worker.name} to say that it is alive")
+            await self._answer_of(worker, 1.5 * limit_s)
         except GONE as error:
             if worker.incarnation == incarnation:
                 await self._lost(worker, type(error).__name__)
@@ -389,6 +389,14 @@ class RolloutController(CallBatches):
             if worker.incarnation == incarnation and worker.state is WorkerState.UP:
                 ray.kill(worker.handle, no_restart=False)
                 await self._lost(worker, str(error))
+
+    async def _answer_of(self, worker: PoolWorker, within_s: float) -> None:
+        """Wait until a worker says that it is alive. Asked twice, as an engine is: see EngineLife.answers."""
+        try:
+            await within(worker.handle.ping.remote(), within_s, f"{worker.name} to say that it is alive")
+        except WaitTimeoutError:
+            what = f"{worker.name} to say that it is alive, after {within_s:.0f} s in which it did not"
+            await within(worker.handle.ping.remote(), within_s / 4, what)
 
     async def _lost(self, worker: PoolWorker, error: str) -> None:
         if worker.state is not WorkerState.UP:

@@ -391,7 +391,7 @@ class RolloutWorker(CallBatches):
         engine = self._life.engine
         if engine is not None and not engine.asleep and not self._control.locked():
             limit_s = self._config.rollout.liveness_timeout_s
-            await self._life.answers(engine.held(), limit_s, excused=self._control.locked)
+            await self._life.answers(engine.held, limit_s, excused=self._control.locked)
 
     async def stats(self) -> WorkerStats:
         """Return the counters since this worker was made."""

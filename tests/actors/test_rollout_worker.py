@@ -558,10 +558,12 @@ async def main():
     life = EngineLife("rollout-0", None, None)
     engine = subprocess.Popen(["sleep", "60"])
     life.info = EngineInfo(1, [engine.pid], 0.0)
-    await life.answers(asyncio.sleep(0), 0.2, lambda: False)
-    await life.answers(asyncio.sleep(60), 0.2, lambda: True)
+    late = [60, 0]
+    await life.answers(lambda: asyncio.sleep(0), 0.2, lambda: False)
+    await life.answers(lambda: asyncio.sleep(60), 0.2, lambda: True)
+    await life.answers(lambda: asyncio.sleep(late.pop(0)), 0.2, lambda: False)
     print(engine.pid, flush=True)
-    await life.answers(asyncio.sleep(60), 0.2, lambda: False)
+    await life.answers(lambda: asyncio.sleep(60), 0.2, lambda: False)
 
 asyncio.run(main())
 """
