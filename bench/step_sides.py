@@ -159,6 +159,7 @@ class InTurns:
     def __init__(self, producer: Any, turns: Turns) -> None:
         self._producer = producer
         self._turns = turns
+        self._served = 0
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._producer, name)
@@ -166,6 +167,17 @@ class InTurns:
     async def resume(self, version: int) -> None:
         await self._turns.step_begins_soon()
         await self._producer.resume(version)
+        self._served = version
+
+    async def swap(self, version: int) -> None:
+        ends = self._turns.ends()
+        if ends:  # requests freeze until it is this side's turn again
+            await self._producer.pause("keep")
+        await self._turns.step_begins_soon()
+        if ends:
+            await self._producer.resume(self._served)
+        await self._producer.swap(version)
+        self._served = version
 
 
 def raypost(setup: Setup, turns: Turns, name: str, placement: str) -> None:
