@@ -10,7 +10,7 @@ SHELL := /bin/bash
 .SHELLFLAGS := -eu -o pipefail -c
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help install bwrap run test test-all check docs format lock clean
+.PHONY: help install bwrap run test test-all chaos cover check docs format lock clean
 
 RECIPE ?= quickstart
 ARGS ?=
@@ -25,6 +25,9 @@ INSTALLED := $(VENV)/installed.lock
 COMMAND := $(BIN)/raypost
 # State machines run hundreds of short histories: measuring them nearly triples their time.
 STATEFUL := tests/unit/test_producer_invariants.py $(wildcard tests/unit/test_*_stateful.py)
+PARALLEL := -n auto --maxprocesses 4 --dist worksteal
+# Those that start processes mostly wait for them. A file stays together: its tests share engines and runs.
+PAIRED := -n 2 --dist loadfile --no-loadscope-reorder
 CONFIG = $(if $(filter %.yaml,$(RECIPE)),$(RECIPE),jobs/recipes/$(RECIPE).yaml)
 
 help:  ## list the targets
@@ -35,15 +38,19 @@ install: $(INSTALLED) $(COMMAND) bwrap  ## make the venv, with the command .venv
 run: install  ## train on this machine: RECIPE=quickstart ARGS="train.num_steps=5"
 	@exec $(BIN)/python -m jobs.run --config $(CONFIG) $(ARGS)
 
-test: install  ## unit tests (with their coverage), actor tests, end-to-end tests
-	$(BIN)/python -m pytest $(PYTEST_ARGS) --cov --cov-report=term $(STATEFUL:%=--ignore=%) tests/unit
-	$(BIN)/python -m pytest $(PYTEST_ARGS) $(STATEFUL) tests/test_layers.py tests/test_types.py
+test: install  ## unit tests, actor tests, end-to-end tests
+	$(BIN)/python -m pytest $(PYTEST_ARGS) $(PARALLEL) tests/unit tests/test_layers.py tests/test_types.py
 	$(BIN)/python -m pytest $(PYTEST_ARGS) tests/peers
-	$(BIN)/python -m pytest $(PYTEST_ARGS) tests/actors
-	$(BIN)/python -m pytest $(PYTEST_ARGS) tests/jobs
+	$(BIN)/python -m pytest $(PYTEST_ARGS) $(PAIRED) tests/actors tests/jobs
 
 test-all: test  ## those, and the slow ones
-	$(BIN)/python -m pytest $(PYTEST_ARGS) -m slow tests/unit tests/actors tests/jobs
+	$(BIN)/python -m pytest $(PYTEST_ARGS) -m slow tests/unit tests/actors tests/jobs tests/chaos
+
+chaos: install  ## kill a scripted run 200 times and audit what it leaves: ten minutes
+	$(BIN)/python -m pytest -s $(PYTEST_ARGS) -m slow tests/chaos/test_chaos.py
+
+cover: install  ## the lines and branches that unit tests do not reach
+	$(BIN)/python -m pytest $(PYTEST_ARGS) $(PARALLEL) --cov --cov-report=term $(STATEFUL:%=--ignore=%) tests/unit
 
 check: install  ## lint, format, types, and who may import whom
 	$(BIN)/ruff check

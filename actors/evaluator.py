@@ -13,6 +13,8 @@ from __future__ import annotations
 
 import asyncio
 import copy
+import itertools
+import logging
 from collections import defaultdict
 
 from raypost.config import Config, TaskConfig
@@ -20,19 +22,23 @@ from raypost.data.prompt import render
 from raypost.data.task_source import evaluation_prompts
 from raypost.data.tokenizer import Tokenizer
 from raypost.errors import RaypostError, StaleWeightsError, WaitTimeoutError
-from raypost.metrics import EVAL_TOKENS_MEAN
-from raypost.protocols import AgentLoop, RolloutControl
+from raypost.observe.metrics import EVAL_TOKENS_MEAN
+from raypost.observe.spans import EVALUATE, Span, SpanLog
+from raypost.observe.waits import waiting
+from raypost.production.verdict import played_again
 from raypost.report.eval_statistics import Rewards, scores
-from raypost.spans import EVALUATE, SpanLog
 from raypost.types import (
     EVALUATION_PRIORITY,
     NO_VERSION,
+    AgentLoop,
     Group,
+    RolloutControl,
     RolloutState,
     SampleParams,
-    Span,
     Status,
 )
+
+log = logging.getLogger(__name__)
 
 TRIES = 5
 """How often a group is run again after the pool was interrupted under it."""
@@ -53,6 +59,7 @@ class Evaluator:
         self._tokenizer = Tokenizer.load(model_path)
         self._spans = SpanLog("evaluator")
         self._groups = [group for task in config.tasks for group in self._held_out_groups(task)]
+        self._max_retries = {task.name: task.strategy.max_retries for task in config.tasks}
         self._running: int | None = None
 
     def __repr__(self) -> str:
@@ -70,9 +77,9 @@ class Evaluator:
             min_tokens=task.min_tokens,
         )
         groups = []
-        for n, prompt in enumerate(
-            evaluation_prompts(self._config, task, options.num_prompts, self._tokenizer)
-        ):
+        prompts = evaluation_prompts(self._config, task, options.num_prompts, self._tokenizer)
+        # Below 0, where no group of training is: agent loops park and close episodes by these numbers.
+        for n, prompt in zip(itertools.count(-1, -1), prompts):
             prompt_ids = render(prompt, self._tokenizer, task)
             states = [
                 RolloutState(
@@ -117,12 +124,17 @@ class Evaluator:
 
     async def _run_all(self, version: int) -> list[Group]:
         """Run all groups to their end. Raises the first failure at once."""
-        timeout_s = self._config.eval.timeout_s
-        runs = {asyncio.create_task(self._run(copy.deepcopy(g))): g.key for g in self._groups}
+        timeout_s = self._config.eval_timeout_s
+        # What waits for its turn has not begun: the deadline of a group begins when it can play.
+        turns = {
+            task.name: asyncio.Semaphore(self._config.evaluated_at_once(task)) for task in self._config.tasks
+        }
+        runs = {asyncio.create_task(self._run(copy.deepcopy(g), turns[g.task])): g.key for g in self._groups}
         if not runs:
             return []
         try:
-            done, late = await asyncio.wait(runs, timeout=timeout_s, return_when=asyncio.FIRST_EXCEPTION)
+            with waiting(f"{len(runs)} groups of an evaluation", timeout_s):
+                done, late = await asyncio.wait(runs, timeout=timeout_s, return_when=asyncio.FIRST_EXCEPTION)
             for run in done:
                 run.result()
             if late:
@@ -139,7 +151,19 @@ class Evaluator:
                 run.cancel()
             await asyncio.gather(*runs, return_exceptions=True)
 
-    async def _run(self, group: Group) -> Group:
+    async def _run(self, group: Group, turns: asyncio.Semaphore) -> Group:
+        """Run one group; a member that failed is played again as often as in production, its siblings keep theirs."""
+        async with turns:
+            group = await self._uninterrupted(group)
+            for retry in range(self._max_retries[group.task]):
+                if all(state.status is not Status.FAILED for state in group.states):
+                    break
+                log.info("task %r, group %d: what failed is evaluated again (%d)", *group.key, retry + 1)
+                group.states = [state for member in group.members for state in played_again(member)]
+                group = await self._uninterrupted(group)
+        return group
+
+    async def _uninterrupted(self, group: Group) -> Group:
         for _ in range(TRIES):
             group = await self._agent_loop.run(group)
             if group.status is not Status.ABORTED:
@@ -166,10 +190,11 @@ def _check_versions(version: int, groups: list[Group]) -> None:
 def _rewards(groups: list[Group]) -> dict[str, Rewards]:
     rewards: dict[str, list[list[float | None]]] = defaultdict(list)
     for group in groups:
-        rewards[group.task].append([s.reward if s.status is Status.COMPLETED else None for s in group.states])
+        last = [member[-1] for member in group.members]
+        rewards[group.task].append([s.reward if s.status is Status.COMPLETED else None for s in last])
     return dict(rewards)
 
 
 def _lengths(groups: list[Group]) -> dict[str, float]:
-    counts = [state.num_tokens for group in groups for state in group.states]
+    counts = [sum(state.num_tokens for state in member) for group in groups for member in group.members]
     return {EVAL_TOKENS_MEAN: sum(counts) / len(counts)} if counts else {}

@@ -9,9 +9,11 @@ import asyncio
 from collections.abc import Mapping
 from typing import Any
 
-from actors.remote import CallBatches
+from actors.many_calls import CallBatches
 from raypost.config import TaskConfig
 from raypost.judges import LanguageModel, RewardModel, TaskJudge
+from raypost.observe.spans import JUDGE, Span, SpanLog
+from raypost.observe.waits import working_for
 from raypost.types import RolloutState
 
 
@@ -28,6 +30,7 @@ class JudgeWorker(CallBatches):
         """`reward_models`, `language_models`: those that the tasks' judges name."""
         super().__init__()
         self._name = name
+        self._spans = SpanLog(name)
         self._judges = {task.name: TaskJudge(task, reward_models, language_models) for task in tasks}
 
     def __repr__(self) -> str:
@@ -38,7 +41,13 @@ class JudgeWorker(CallBatches):
         """Return one reward for each state; all are of one task. Raises JudgeError."""
         if not states:
             return []
-        return await self._judges[states[0].task].judge(states)
+        working_for.set(f"{states[0].task}/{states[0].group_id}")
+        with self._spans.span(JUDGE):
+            return await self._judges[states[0].task].judge(states)
+
+    async def drain_spans(self) -> list[Span]:
+        """Return when it judged since the last call."""
+        return self._spans.drain()
 
     async def drain_figures(self) -> dict[str, Any]:
         """Return the JudgeFigures of each task since the last call."""

@@ -5,11 +5,7 @@ actor call whose name and arguments the type checker knows. Of several names it 
 loaded member, and to another one when that died. Every call has a deadline; one that passes it raises
 WaitTimeoutError naming the actor and the method.
 
-A call costs its two processes a millisecond of computing, whatever it carries. So methods that are called many
-times at once (`many`) go in batches: what is called in one turn of the event loop travels together, and what ends
-in one turn comes back together (`CallBatches`, on the other side). Every call still ends by itself: it waits for no
-other, fails alone, and is cancelled alone. Only calls that are made `together`, because none of their answers is of use
-without the others, are answered so: when the last of them ends, or HOLD_S after the first.
+Methods that are called many times at once (`many`) go in batches (many_calls.py).
 """
 
 from __future__ import annotations
@@ -17,19 +13,18 @@ from __future__ import annotations
 import asyncio
 import functools
 import logging
-import pickle
 import time
-import traceback
-import uuid
 from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import Any, TypeVar, cast
 
 import ray
+from ray._private.state import actors
 from ray.actor import ActorHandle
-from ray.exceptions import RayActorError, RayTaskError
+from ray.exceptions import ActorUnavailableError, RayActorError
 
+from actors.many_calls import ManyCalls
 from raypost.errors import RaypostError, WaitTimeoutError
+from raypost.observe.waits import waiting
 
 R = TypeVar("R")
 T = TypeVar("T")
@@ -38,249 +33,73 @@ log = logging.getLogger(__name__)
 ACTOR_ERRORS = (RayActorError,)
 """Raised when the actor behind a handle died or is restarting; the call may have run."""
 POOL_TRIES = 4
-FORGOTTEN_S = 300.0
-"""Time after which a batch whose answers nobody asks for is given up."""
-HOLD_S = 2.0
-"""Longest time that an answer waits for the others of its set: so much work is lost at most when the actor dies."""
+LONG_S = 60.0
+"""A call that took longer before its actor died is tried as often again as a new one."""
+REPEATS = 8
+"""How often a call that was lost is made again."""
+ASKED = 5
+"""How often a process is asked before it is taken for gone."""
 
 
 async def within(awaitable: Awaitable[T], timeout_s: float | None, waiting_for: str) -> T:
-    """Await with a deadline, None: without. Raises WaitTimeoutError that says what was waited for."""
+    """Await with a deadline, None: without; meanwhile it is an open wait of this process (raypost.observe.waits).
+
+    Raises WaitTimeoutError that says what was waited for.
+    """
     try:
         async with asyncio.timeout(timeout_s) as deadline:
-            return await awaitable
+            with waiting(waiting_for, timeout_s):
+                return await awaitable
     except TimeoutError as error:
         if timeout_s is None or not deadline.expired():
             raise
         raise WaitTimeoutError(f"waited {timeout_s:.0f} s for {waiting_for}") from error
 
 
-# ---------------------------------------------------------------- many calls at a time
+async def repeated(
+    call: Callable[[], Awaitable[T]], is_well: Callable[[], Awaitable[bool]], repeats: int = REPEATS
+) -> T:
+    """Make a call that may be delivered twice; again if it or its answer was lost, and the one called `is_well`.
 
-Answers = tuple[list[tuple[int, Any]], list[tuple[int, BaseException]]]
-"""(number, result) and (number, error) of calls that ended."""
-NO_SETS: Mapping[int, str] = {}
-Call = tuple[tuple[Any, ...], str | None, asyncio.Future[Any]]
-"""Arguments of a call, the name of its set, and its result."""
-
-
-@dataclass(slots=True)
-class _Batch:
-    """Calls that came together, on the side that runs them."""
-
-    sets: Mapping[int, str] = field(default_factory=dict)
-    """Name of the set of calls that are to be answered together, of those that are in one."""
-    running: dict[int, asyncio.Task[Any]] = field(default_factory=dict)
-    results: list[tuple[int, Any]] = field(default_factory=list)
-    errors: list[tuple[int, BaseException]] = field(default_factory=list)
-    some: asyncio.Event = field(default_factory=asyncio.Event)
-    """Set while there are answers to give now, or none will come any more."""
-    holding: asyncio.TimerHandle | None = None
-    """Ends the wait of answers that are held back."""
-    asking: int = 0
-    asked_s: float = 0.0
-
-    def ended(self, number: int, task: asyncio.Task[Any]) -> None:
-        """Record the end of a call, unless it was called off."""
-        if self.running.pop(number, None) is None:
-            if not task.cancelled():
-                task.exception()  # nobody wants to know it, and asyncio is not to complain
-            return
-        if task.cancelled():
-            self.errors.append((number, asyncio.CancelledError()))
-        elif (error := task.exception()) is not None:
-            self.errors.append((number, portable(error)))
-        else:
-            self.results.append((number, task.result()))
-        self._answer(number)
-
-    def _answer(self, number: int) -> None:
-        """Have the answers given, unless others of the call's set are still to come."""
-        name = self.sets.get(number)
-        if name is None or not any(self.sets.get(one) == name for one in self.running):
-            self.some.set()
-        elif self.holding is None:
-            self.holding = asyncio.get_running_loop().call_later(HOLD_S, self.some.set)
-
-    def call_off(self, number: int) -> None:
-        """Cancel a call; it gives no answer."""
-        task = self.running.pop(number, None)
-        if task is not None:
-            task.cancel()
-        if self.results or self.errors or not self.running:
-            self.some.set()
-
-
-class CallBatches:
-    """Base of an actor class whose methods can be called many at a time."""
-
-    def __init__(self) -> None:
-        """Remember no batch yet."""
-        self._batches: dict[str, _Batch] = {}
-
-    async def call_many(
-        self, ticket: str, method: str, calls: Sequence[tuple[Any, ...]], sets: Mapping[int, str] = NO_SETS
-    ) -> Answers:
-        """Start `method(*args)` for every call and answer those that end first; `call_more` answers the rest.
-
-        `sets`: for the number of a call the name of the set with which it is to be answered.
-        """
-        self._forget_orphans()
-        batch = self._batches[ticket] = _Batch(sets)
-        for number, args in enumerate(calls):
-            task = asyncio.create_task(getattr(self, method)(*args), name=f"{method} {ticket}/{number}")
-            batch.running[number] = task
-            task.add_done_callback(functools.partial(batch.ended, number))
-        return await self._answers(ticket, batch)
-
-    async def call_more(self, ticket: str) -> Answers:
-        """Wait for more calls of the batch to end and answer them. Raises RaypostError if it is unknown."""
-        batch = self._batches.get(ticket)
-        if batch is None:
-            raise RaypostError(f"batch {ticket} is not known to {self!r}: all its answers were given")
-        return await self._answers(ticket, batch)
-
-    async def call_off(self, ticket: str, numbers: Sequence[int]) -> None:
-        """Cancel some calls of a batch. Those that ended are ignored."""
-        batch = self._batches.get(ticket)
-        if batch is None:
-            return
-        for number in numbers:
-            batch.call_off(number)
-        if not batch.running and not batch.asking:
-            del self._batches[ticket]
-
-    async def _answers(self, ticket: str, batch: _Batch) -> Answers:
-        batch.asking += 1
-        try:
-            await batch.some.wait()
-        finally:
-            batch.asking = batch.asking - 1
-            batch.asked_s = time.monotonic()
-        batch.some.clear()
-        if batch.holding is not None:
-            batch.holding.cancel()
-            batch.holding = None
-        results = batch.results
-        batch.results = []
-        errors = batch.errors
-        batch.errors = []
-        if not batch.running:
-            self._batches.pop(ticket, None)
-        return results, errors
-
-    def _forget_orphans(self) -> None:
-        """End batches whose caller is gone."""
-        oldest = time.monotonic() - FORGOTTEN_S
-        for ticket, batch in list(self._batches.items()):
-            if not batch.asking and batch.asked_s < oldest:
-                log.warning("%r ends batch %s, for which nobody asks any more", self, ticket)
-                del self._batches[ticket]
-                for number in list(batch.running):
-                    batch.call_off(number)
-
-
-def portable(error: BaseException) -> BaseException:
-    """Return the error with its traceback as a note; a RuntimeError with both if it cannot be pickled."""
-    trace = "".join(traceback.format_exception(error))
-    if isinstance(error, RayTaskError):
-        error = error.cause
-    error.add_note(trace)
+    Raises what the last call raised.
+    """
     try:
-        pickle.loads(pickle.dumps(error))
-    except Exception as problem:  # foreign errors may refuse in any way
-        return RuntimeError(f"{error!r} (which cannot travel: {problem!r}): {trace}")
-    return error
+        return await call()
+    except ActorUnavailableError:
+        if not repeats or not await is_well():
+            raise
+    return await repeated(call, is_well, repeats - 1)
 
 
-class ManyCalls:
-    """One method of one actor, called many times at once. The actor's class is a CallBatches."""
+async def asked(question: Callable[[], Awaitable[T]]) -> T:
+    """Return the answer to a question that changes nothing, asked ASKED times while it is lost."""
 
-    def __init__(self, handle: ActorHandle, method: str, batch_size: int) -> None:
-        """At most `batch_size` calls travel together."""
-        self._handle = handle
-        self._method = method
-        self._batch_size = batch_size
-        self._waiting: list[Call] = []
-        self._off: dict[str, list[int]] = {}
-        self._exchanges: set[asyncio.Task[None]] = set()
+    async def whoever() -> bool:
+        return True
 
-    async def __call__(self, *args: Any, together: str | None = None) -> Any:
-        """Return the result. Raises what the call raised, and RayActorError if the actor died before it ended.
-
-        `together`: calls made at once with the same name are answered together.
-        """
-        loop = asyncio.get_running_loop()
-        if not self._waiting:
-            loop.call_soon(self._send)
-        future = loop.create_future()
-        self._waiting.append((args, together, future))
-        return await future
-
-    def _send(self) -> None:
-        waiting = [one for one in self._waiting if not one[-1].done()]
-        self._waiting = []
-        for first in range(0, len(waiting), self._batch_size):
-            part = waiting[first : first + self._batch_size]
-            ticket = uuid.uuid4().hex
-            exchange = asyncio.create_task(self._exchange(ticket, part), name=f"{self._method} {ticket}")
-            self._exchanges.add(exchange)
-            exchange.add_done_callback(self._exchanges.discard)
-
-    async def _exchange(self, ticket: str, part: list[Call]) -> None:
-        open_calls = dict(enumerate(future for _, _, future in part))
-        sets = {number: name for number, (_, name, _) in enumerate(part) if name is not None}
-        for number, future in open_calls.items():
-            future.add_done_callback(functools.partial(self._cancelled, ticket, number))
-        try:
-            ref = self._handle.call_many.remote(ticket, self._method, [args for args, _, _ in part], sets)
-            del part
-            while True:
-                results, errors = await ref
-                for number, result in results:
-                    _settle(open_calls.pop(number), result)
-                for number, error in errors:
-                    _fail(open_calls.pop(number), error)
-                if all(future.done() for future in open_calls.values()):
-                    return
-                ref = self._handle.call_more.remote(ticket)
-        # A boundary: whatever ends the exchange is what its calls raise.
-        except (Exception, asyncio.CancelledError) as error:
-            lost = [number for number, future in open_calls.items() if not future.done()]
-            for number in lost:
-                _fail(open_calls[number], error)
-            # It may be the answer that was lost, not the actor.
-            self._handle.call_off.remote(ticket, lost)
-
-    def _cancelled(self, ticket: str, number: int, future: asyncio.Future[Any]) -> None:
-        if not future.cancelled():
-            return
-        if not self._off:
-            asyncio.get_running_loop().call_soon(self._call_off)
-        self._off.setdefault(ticket, []).append(number)
-
-    def _call_off(self) -> None:
-        off = self._off
-        self._off = {}
-        for ticket, numbers in off.items():
-            self._handle.call_off.remote(ticket, numbers)
+    return await repeated(question, whoever, ASKED - 1)
 
 
-def _settle(future: asyncio.Future[Any], result: Any) -> None:
-    if not future.done():
-        future.set_result(result)
+async def is_still(process: object, who: Callable[[], Awaitable[object]]) -> bool:
+    """Return whether `who` answers that it is `process`; not if it gives no answer."""
+    try:
+        return await asked(who) == process
+    except (*ACTOR_ERRORS, RaypostError):
+        return False
 
 
-def _fail(future: asyncio.Future[Any], error: BaseException) -> None:
-    if future.done():
-        return
-    if isinstance(error, asyncio.CancelledError):
-        future.cancel()
-    else:
-        future.set_exception(error)
+def deaths() -> int:
+    """Return how often the actor that runs here was started again because its process had died; 0 outside of one."""
+    actor_id = ray.get_runtime_context().get_actor_id() if ray.is_initialized() else None
+    return 0 if actor_id is None else int(actors(actor_id=actor_id)["NumRestarts"])
 
 
-# ---------------------------------------------------------------- an actor as a local object
+class Watched:
+    """Base of an actor class whose deaths somebody waits for."""
+
+    async def lives(self) -> None:
+        """Never return: the call fails when the process ends."""
+        await asyncio.Event().wait()
 
 
 def remote(
@@ -303,7 +122,7 @@ def remote(
     if isinstance(name, str):
         made = Remote(name, timeout_s, many, timeouts_s)
     else:
-        made = RemotePool(name, timeout_s, tries, many)
+        made = RemotePool(name, timeout_s, tries, many, timeouts_s)
     return cast(R, made)
 
 
@@ -373,15 +192,17 @@ class RemotePool:
         timeout_s: float,
         tries: int = POOL_TRIES,
         many: Mapping[str, int] | None = None,
+        timeouts_s: Mapping[str, float | None] | None = None,
     ) -> None:
-        """Refer to the actors `names`; a pool of one repeats calls while its actor restarts. `many` as for Remote."""
+        """Refer to the actors `names`; a pool of one repeats calls while its actor restarts. The rest as for Remote."""
         if not names:
             raise ValueError("a pool needs at least one actor")
         self._names = list(names)
         self._timeout_s = timeout_s
         self._tries = tries
         self._many = dict(many or {})
-        self._members = [Remote(name, timeout_s, many=many) for name in names]
+        self._timeouts_s = dict(timeouts_s or {})
+        self._members = [Remote(name, timeout_s, many, timeouts_s) for name in names]
         self._load = [0] * len(names)
 
     def __getattr__(self, method: str) -> Callable[..., Coroutine[Any, Any, Any]]:
@@ -392,22 +213,40 @@ class RemotePool:
 
     async def _call(self, method: str, *args: Any, **kwargs: Any) -> Any:
         died = [0] * len(self._load)
-        for attempt in range(1, self._tries + 1):
+        attempt = 0
+        while True:
+            attempt, since_s = attempt + 1, time.monotonic()
             # A dead one has nothing to do: by its load alone it would be asked for ever.
             member = min(range(len(self._load)), key=lambda number: (died[number], self._load[number]))
             self._load[member] += 1
             try:
                 return await self._members[member]._call(method, *args, **kwargs)
             except ACTOR_ERRORS as error:
-                if attempt == self._tries:
+                attempt = 1 if time.monotonic() - since_s > LONG_S else attempt
+                if attempt >= self._tries:
                     raise
                 died[member] += 1
                 name, kind = self._names[member], type(error).__name__
-                log.warning("%s died during %s (%s); dispatching again", name, method, kind)
-                await asyncio.sleep(0.5 * attempt)
+                log.warning("%s gave no answer to %s (%s); the call is made again", name, method, kind)
+                # An actor that restarts refuses at once; of a call that was lost, Ray says so after a second or two.
+                await asyncio.sleep(max(0.0, 0.5 * attempt - (time.monotonic() - since_s)))
             finally:
                 self._load[member] -= 1
-        raise AssertionError("unreachable: the last attempt returns or raises")
+
+    async def on(self, name: str | None, method: str, *args: Any) -> Any:
+        """Call the member `name`; any other one if there is none, or if it died."""
+        if name in self._names:
+            member = self._names.index(name)
+            self._load[member] += 1
+            try:
+                return await self._members[member]._call(method, *args)
+            except ACTOR_ERRORS as error:
+                log.warning(
+                    "%s gave no answer to %s (%s); the call is made again", name, method, type(error).__name__
+                )
+            finally:
+                self._load[member] -= 1
+        return await self._call(method, *args)
 
     async def on_every(self, method: str, *args: Any) -> None:
         """Call every member; one that died has nothing to do."""
@@ -418,4 +257,4 @@ class RemotePool:
 
     def __reduce__(self) -> tuple[type[RemotePool], tuple[Any, ...]]:
         """Pickle as the arguments."""
-        return type(self), (self._names, self._timeout_s, self._tries, self._many)
+        return type(self), (self._names, self._timeout_s, self._tries, self._many, self._timeouts_s)

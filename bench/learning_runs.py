@@ -28,8 +28,7 @@ from raypost.data.task_source import build_source, held_out
 from raypost.data.tokenizer import Tokenizer
 from raypost.judges import build_judge
 from raypost.models.resolve import resolve_model
-from raypost.protocols import Judge
-from raypost.types import RolloutState, SampleParams
+from raypost.types import Judge, RolloutState, SampleParams
 
 if TYPE_CHECKING:
     from jobs.roles import Roles
@@ -215,7 +214,7 @@ async def _main_loop(config: Config, stop: asyncio.Event, *, chosen: Configurati
                 raise RuntimeError(f"step {step + 1} has no batch: {status}")
             step += 1
             metrics = await roles.trainer.fit(batch_ref, step)
-            await roles.producer.acknowledge(step)
+            await roles.acknowledge(step)
             await roles.log(step, status, metrics)
             if step % SCORE_EVERY == 0:
                 await roles.trainer.save_hf(folder / "hf" / f"checkpoint-{step}")

@@ -47,18 +47,19 @@ from actors.remote import Remote, RemotePool
 from actors.replay_buffer import ReplayBufferActor, remote_buffer
 from actors.rollout.controller import RolloutController
 from actors.rollout.routing import router_to
+from actors.rollout.weights import Says
 from actors.rollout.worker import RolloutWorker
 from bench.figures import Foreign, spread
+from bench.production_limit import DEADLINE_S, limit
 from raypost.config import Config, parse_config
 from raypost.config.engine import EngineConfig
-from raypost.packed import PackedGroups, join_groups, pack_groups
 from raypost.production.build import buffer_bounds, task_limits
-from raypost.types import GenerateRequest, GenerateResult, Group, RolloutState, SampleParams
+from raypost.types import GenerateRequest, GenerateResult
+from raypost.types.packed import PackedGroups
 from raypost.weights.manifest import Bytes, Manifest, pack
 
 TASK, VOCABULARY = "sums", ["<eos>", " ", "+", "=", "?", *map(str, range(10))]
 PROMPTS = 50_000
-DEADLINE_S = 600.0
 
 
 # ---------------------------------------------------------------- what is scripted
@@ -100,14 +101,15 @@ class InstantEngine:
             worker="",
         )
 
-    async def held(self) -> tuple[int, str, bool]:
+    async def held(self) -> Says:
         return self._held
 
     async def stage(self, manifest: Manifest, buckets: Sequence[Bytes]) -> None:
         pass
 
-    async def load(self, manifest: Manifest) -> None:
+    async def load(self, manifest: Manifest) -> tuple[None, Says]:
         self._held = (manifest.version, manifest.digest, False)
+        return None, self._held
 
     async def pause(self, mode: str, clear_cache: bool = True) -> None:
         pass
@@ -206,7 +208,8 @@ def start(config: Config, model_path: str) -> Actors:
     def add(cls: type, *args: Any, name: str) -> None:
         handles[name] = spawn(cls, *args, name=name)
 
-    add(RolloutController, workers, config.rollout, config.sync.timeout_s, name="rollout-controller")
+    names = {name: name for name in workers}
+    add(RolloutController, names, config.rollout, config.sync.timeout_s, name="rollout-controller")
     pool = Remote("rollout-controller", 600, many=MANY)
     router = router_to("rollout-controller", 600)
     judges = RemotePool(["judge-0"], 600, many=MANY)
@@ -226,7 +229,7 @@ def start(config: Config, model_path: str) -> Actors:
         AgentLoopPool(RemotePool(loops, 1200, many=MANY)),
         remote_buffer("replay-buffer", timeout_s=60, tries=8),
     )
-    add(ProducerActor, config, model_path, agents, store, pool, name="producer")
+    add(ProducerActor, config, model_path, agents, store, pool, "bench", name="producer")
     add(ScriptedTrainer, name="trainer")
     return Actors(handles, config)
 
@@ -357,93 +360,6 @@ async def measure(
         line = f"{name:20}{100 * seconds_of / seconds:6.0f} %{1000 * seconds_of / groups:8.2f} ms"
         print(line + (f"{held[name]:9.0f} MB{grown[name]:9.0f} MB" if name in held else ""), flush=True)
     return groups / seconds, step + num_steps
-
-
-# ---------------------------------------------------------------- the limit
-
-
-class Hop:
-    """Hands a group on to the next actor and gives back what that returned."""
-
-    def __init__(self, next_hop: ActorHandle | None, answer: PackedGroups | None) -> None:
-        self._next = next_hop
-        self._answer = answer
-
-    async def hand(self, packed: PackedGroups) -> PackedGroups:
-        """Answer with tokens in the last one; pass on what comes back in the others."""
-        if self._next is None:
-            assert self._answer is not None
-            return self._answer
-        answer: PackedGroups = await self._next.hand.remote(packed)
-        return answer
-
-
-class Echo:
-    """What a judge and a buffer do at least: take a group and answer with little."""
-
-    async def take(self, packed: PackedGroups) -> int:
-        return packed.num_samples
-
-
-class Caller:
-    """What a producer does at least: keep `in_flight` calls going, and put what they give into the buffer."""
-
-    def __init__(
-        self, loop: ActorHandle, judge: ActorHandle, buffer: ActorHandle, prompt: PackedGroups
-    ) -> None:
-        self._loop = loop
-        self._judge = judge
-        self._buffer = buffer
-        self._prompt = prompt
-
-    async def run(self, calls: int, in_flight: int) -> None:
-        left = iter(range(calls))
-
-        async def one_after_the_other() -> None:
-            for _ in left:
-                done = await self._loop.hand.remote(self._prompt)
-                await self._judge.take.remote(done)
-                await self._buffer.take.remote(done)
-
-        await asyncio.gather(*(one_after_the_other() for _ in range(in_flight)))
-
-
-def packed(args: argparse.Namespace, num_groups: int, tokens: int) -> PackedGroups:
-    """Return groups with `tokens` response tokens a member."""
-    states = [
-        RolloutState(
-            task=TASK,
-            group_id=0,
-            sample_index=n,
-            prompt_ids=np.arange(8, dtype=np.int32),
-            sample_params=SampleParams(max_tokens=args.tokens),
-            metadata={"question": "1+1=?", "answer": "2"},
-            response_ids=np.ones(tokens, np.int32),
-            logprobs=np.zeros(tokens, np.float32),
-            policy_versions=np.zeros(tokens, np.int32),
-            response_mask=np.ones(tokens, np.bool_),
-        )
-        for n in range(args.group_size)
-    ]
-    return join_groups([pack_groups([Group(task=TASK, group_id=0, states=states)])] * num_groups)
-
-
-def limit(args: argparse.Namespace, groups: int, per_call: int) -> float:
-    """Return the groups a second that Ray moves over as many hops and does nothing else, `per_call` a call."""
-    worker = spawn(Hop, None, packed(args, per_call, args.tokens), name="limit-worker")
-    pool = spawn(Hop, worker, None, name="limit-pool")
-    loop = spawn(Hop, pool, None, name="limit-loop")
-    judge, buffer = spawn(Echo, name="limit-judge"), spawn(Echo, name="limit-buffer")
-    source = spawn(Caller, loop, judge, buffer, packed(args, per_call, 0), name="limit-source")
-    calls, in_flight = groups // per_call, max(1, args.batch // per_call)
-    try:
-        ray.get(source.run.remote(4 * in_flight, in_flight), timeout=DEADLINE_S)
-        begin = time.perf_counter()
-        ray.get(source.run.remote(calls, in_flight), timeout=DEADLINE_S)
-        return groups / (time.perf_counter() - begin)
-    finally:
-        for handle in (source, loop, pool, worker, judge, buffer):
-            ray.kill(handle)
 
 
 def main() -> None:

@@ -13,7 +13,8 @@ most 4. Sides: raypost; an engine that is always full and a trainer that always 
 cores with nothing between them (`bare`: the slower of the two, the physical limit). raypost has its defaults but for
 what is said here.
 
-All sides have one model of 0.8 million parameters with random weights, the same lengths and about the same rewards.
+All sides have one model of 0.8 million parameters with random weights, the same lengths and about the same rewards;
+none saves checkpoints.
 Each is a process that starts once; then they take turns, round after round. The last line of the output is one JSON
 object: groups per second of each side (median of the rounds, and their range), raypost's ratio to the others (of each
 round), and the cores that other processes of the machine took meanwhile. TRL is among the development requirements; a
@@ -168,6 +169,7 @@ def recipe_of(setup: Setup) -> dict[str, Any]:
         "rollout": {"max_num_seqs": 128, "kv_cache_gb": 0.3},
         "train": {"num_steps": 10**6, "batch_size": setup.groups, "learning_rate": 1e-6},
         "eval": {"num_prompts": 0},
+        "checkpoint": {"every_s": None},
     }
 
 

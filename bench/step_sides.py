@@ -33,8 +33,8 @@ from actors.engine.life import OWNER
 from raypost.config import Config, load_config
 from raypost.config.engine import EngineConfig
 from raypost.errors import StoppedError
-from raypost.packed import PackedGroups, pack_groups, unpack_groups
 from raypost.types import FloatArray, Group, IntArray, RolloutState, SampleParams, Status
+from raypost.types.packed import PackedGroups, pack_groups, unpack_groups
 
 PROMPT_TOKENS = 16
 REWARD = r"(1)[^1]{0,80}$"

@@ -2,10 +2,11 @@ r"""What a run keeps on disk: seconds to save and restore a full buffer, to ask 
 
     python -m bench.store                                     # 20,000 groups, a million, 200,000 rows; some 3 min
     python -m bench.store --parts ledger --ledger-groups 100000
+    python -m bench.store --parts stall                       # a run with checkpoints of 270 MB, on Ray; some 2 min
 
-No Ray. Every figure is the median of five rounds with the lowest and the highest, beside what a plain reading of the
-same bytes takes in the same round; the commands are processes of their own, so theirs are with the start of Python,
-which is given beside them. The last line is one JSON object.
+The others need no Ray. Every figure is the median of five rounds with the lowest and the highest, beside what a plain
+reading of the same bytes takes in the same round; the commands are processes of their own, so theirs are with the start
+of Python, which is given beside them. The last line is one JSON object.
 """
 
 from __future__ import annotations
@@ -23,21 +24,28 @@ import time
 from collections import defaultdict
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 
 from bench.figures import spread
+from raypost.buffer.journal import BufferJournal
 from raypost.buffer.replay_buffer import ReplayBuffer
-from raypost.checkpoint import CheckpointDir
-from raypost.config import JudgeConfig, SourceConfig, TaskConfig
+from raypost.checkpoint import CheckpointDir, load_state, save_state
+from raypost.config import Config, JudgeConfig, SourceConfig, TaskConfig, load_config
 from raypost.data.task_source import build_source
+from raypost.files.disk import Fsync
 from raypost.ledger.closed import CLOSED_FILE
 from raypost.ledger.events import LedgerEvent
+from raypost.ledger.journal import JournalReader
 from raypost.ledger.ledger import LEDGER_FILE, Ledger, group_facts
-from raypost.packed import PackedGroups, pack_groups
-from raypost.protocols import TaskLimits
-from raypost.types import Group, RolloutState, SampleParams, Status
+from raypost.ledger.replay import continued
+from raypost.observe.spans import Span, SpanKind
+from raypost.plan.checks import run_dir_problems
+from raypost.report.files import SPANS
+from raypost.report.writer import RunWriter
+from raypost.types import Group, RolloutState, SampleParams, Status, TaskLimits
+from raypost.types.packed import PackedGroups, pack_groups
 
 ROUNDS = 5
 TASK, GROUP_SIZE, PUT_GROUPS, BATCH = "sums", 8, 32, 32
@@ -87,19 +95,50 @@ def measure_checkpoint(folder: Path, args: argparse.Namespace) -> Figures:
         checkpoints = CheckpointDir(folder / "checkpoints", 1, {})
         begin = time.perf_counter()
         path = checkpoints.begin(number)
-        CheckpointDir.save_state(path, "producer", asyncio.run(buffer.state_dict()))
+        save_state(path, "producer", asyncio.run(buffer.state_dict()))
         times["save_s"].append(time.perf_counter() - begin)
         checkpoints.commit(number)
         times["save_and_commit_s"].append(time.perf_counter() - begin)
         begin, restored = time.perf_counter(), ReplayBuffer({TASK: TaskLimits(None)})
         latest = checkpoints.latest()
         assert latest is not None
-        asyncio.run(restored.load_state_dict(CheckpointDir.load_state(latest[1], "producer")))
+        asyncio.run(restored.load_state_dict(load_state(latest[1], "producer")))
         times["load_s"].append(time.perf_counter() - begin)
         assert len(restored.groups) == args.groups
         size = sum(file.stat().st_size for file in latest[1].iterdir())
         times["plain_copy_s"].append(timed(_copy, latest[1] / "producer.npy", folder / "copy"))
     return {"groups": args.groups, "bytes_per_group": size / args.groups, **spreads(times)}
+
+
+def measure_stall(folder: Path, args: argparse.Namespace) -> Figures:
+    """Train with a checkpoint at every other sync; how long each kept production from going on."""
+    options = {"hidden_size": 512, "num_heads": 8, "intermediate_size": 1024, "num_layers": 8, "steps": 20}
+    command = [
+        sys.executable,
+        "-m",
+        "jobs.run",
+        "--config",
+        "jobs/recipes/quickstart.yaml",
+        "--name",
+        "stall",
+    ]
+    command += ["--runs-dir", str(folder), f"model.options={json.dumps(options)}", "checkpoint.interval=2"]
+    command += ["checkpoint.every_s=null", "train.num_steps=14", "train.batch_size=4", "eval.num_prompts=0"]
+    command += ["sync.pause_mode=abort", "train.step_timeout_s=120", "model.cache_dir=/tmp/rp-bench-models"]
+    subprocess.run(command, check=True, timeout=600, stdout=subprocess.DEVNULL)
+    times: dict[str, list[float]] = defaultdict(list)
+    begin, saved = 0.0, False
+    for told, _ in JournalReader(folder / "stall" / LEDGER_FILE).lines():
+        if told["event"] == LedgerEvent.PAUSING and not begin:
+            begin, saved = told["time"], False
+        elif told["event"] == LedgerEvent.SAVED:
+            saved = True
+        elif told["event"] == LedgerEvent.RESUMED and begin:
+            times["with_checkpoint_s" if saved else "sync_alone_s"].append(told["time"] - begin)
+            begin = 0.0
+    newest = max((folder / "stall" / "checkpoints").glob("step-*"), key=lambda path: path.stat().st_mtime)
+    size = sum(file.stat().st_size for file in newest.rglob("*") if file.is_file())
+    return {"checkpoint_mb": size / 1e6, **spreads(times)}
 
 
 def _copy(source: Path, target: Path) -> None:
@@ -109,7 +148,7 @@ def _copy(source: Path, target: Path) -> None:
 def measure_ledger(folder: Path, args: argparse.Namespace) -> Figures:
     """Write the ledger of a run with so many groups, trained or filtered, and ask it."""
     facts = [group_facts(group) for group in made(0, 64, 16)]
-    rng, ledger, step = random.Random(1), Ledger(folder / LEDGER_FILE), 0
+    rng, ledger, step = random.Random(1), Ledger(folder / LEDGER_FILE, attempt="bench"), 0
     batch: list[tuple[str, int]] = []
     begin = time.perf_counter()
     for n in range(args.ledger_groups):
@@ -129,9 +168,10 @@ def measure_ledger(folder: Path, args: argparse.Namespace) -> Figures:
             ledger.note(LedgerEvent.RESUMED, version=step)
             ledger.flush()
             batch = []
+    saved = ledger.state_dict()
     ledger.flush()
     written_s = time.perf_counter() - begin
-    _save_run(folder, step)
+    config = _save_run(folder, step)
     times: dict[str, list[float]] = defaultdict(list)
     for _ in range(ROUNDS):
         times["python_s"].append(timed(_command, "--help"))
@@ -139,7 +179,14 @@ def measure_ledger(folder: Path, args: argparse.Namespace) -> Figures:
         times["explain_run_s"].append(timed(_command, "explain", str(folder)))
         group = str(rng.randrange(args.ledger_groups))
         times["explain_group_s"].append(timed(_command, "explain", str(folder), group))
-    size = sum((folder / name).stat().st_size for name in (LEDGER_FILE, CLOSED_FILE))
+        times["report_s"].append(timed(_command, "report", str(folder)))
+        times["checked_before_a_start_s"].append(timed(run_dir_problems, config))
+        times["after_a_death_s"].append(timed(continued, folder / LEDGER_FILE, "bench"))
+        shutil.copytree(folder, resumed := folder.with_suffix(".resumed"))
+        ledger = Ledger(resumed / LEDGER_FILE, attempt="again")
+        times["resumed_s"].append(timed(ledger.load_state_dict, saved))
+        shutil.rmtree(resumed)
+    size = sum((folder / name).stat().st_size for name in (LEDGER_FILE, CLOSED_FILE, SPANS))
     return {
         "groups": args.ledger_groups,
         "bytes_per_group": size / args.ledger_groups,
@@ -148,15 +195,26 @@ def measure_ledger(folder: Path, args: argparse.Namespace) -> Figures:
     }
 
 
-def _save_run(folder: Path, steps: int) -> None:
-    """Write what `status` reads beside the ledger: the configuration, and the figures of every step."""
-    shutil.copy(Path(__file__).parents[1] / "jobs" / "recipes" / "quickstart.yaml", folder / "config.yaml")
-    with open(folder / "metrics.jsonl", "w") as file:
-        for step in range(1, steps + 1):
-            figures = {f"figure/{n}": n + 0.5 for n in range(40)}
-            file.write(
-                json.dumps({"step": step, "time_s": 1e9 + step, "staleness": [1] * BATCH, **figures}) + "\n"
-            )
+def _save_run(folder: Path, steps: int) -> Config:
+    """Write what a run has beside its ledger: configuration, figures of every step, and spans of a step a second."""
+    recipe = Path(__file__).parents[1] / "jobs" / "recipes" / "quickstart.yaml"
+    config = load_config(recipe, [f"name={folder.name}", f"runs_dir={folder.parent}", "trackers=[]"])
+    writer = RunWriter(folder, config, 1e9)
+    figures = {f"figure/{n}": n + 0.5 for n in range(40)}
+    for step in range(1, steps + 1):
+        writer.write_step(step, {"staleness": [1] * BATCH, **figures})
+        if step % 2 == 0:  # telemetry asks every two seconds
+            writer.write_spans([span for second in (step - 1, step) for span in _spans(1e9 + second)])
+    return config
+
+
+def _spans(second: float) -> list[Span]:
+    busy = [("rollout-0", "rollout"), ("rollout-0", "rollout"), ("producer", "pause"), ("broadcaster", "sync"),
+            ("trainer-0", "sync"), ("trainer-0", "train")]  # fmt: skip
+    return [
+        Span(actor=actor, kind=cast(SpanKind, kind), start_s=second + n / 7, end_s=second + n / 7 + 0.123)
+        for n, (actor, kind) in enumerate(busy)
+    ]
 
 
 def _command(*arguments: str) -> None:
@@ -211,9 +269,32 @@ def spreads(times: dict[str, list[float]]) -> Figures:
     return {name: spread(values) for name, values in times.items()}
 
 
+def measure_fsync(folder: Path, args: argparse.Namespace) -> Figures:
+    """Put, lease and end batches in a buffer with a journal, for each setting of checkpoint.fsync, in turn."""
+    batches = [pack_groups(made(BATCH * n, BATCH, args.tokens)) for n in range(100)]
+    modes: tuple[Fsync, ...] = ("off", "interval", "every")
+    times: dict[str, list[float]] = defaultdict(list)
+    for number in range(ROUNDS):
+        for mode in modes:
+            place = folder / f"{mode}-{number}"
+            journal = BufferJournal(place, "bench", fsync=mode)
+            buffer = ReplayBuffer({TASK: TaskLimits(None)}, journal=journal)
+            begin = time.perf_counter()
+            for step, packed in enumerate(batches, start=1):
+                asyncio.run(buffer.put(packed, step))
+                asyncio.run(buffer.lease(step, {TASK: BATCH}))
+                asyncio.run(buffer.acknowledge(step))
+            times[f"{mode}_us_per_group"].append((time.perf_counter() - begin) / len(batches) / BATCH * 1e6)
+            journal.close()
+            shutil.rmtree(place)
+    return spreads(times)
+
+
 PARTS: dict[str, Callable[[Path, argparse.Namespace], Figures]] = {
     "checkpoint": measure_checkpoint,
+    "stall": measure_stall,
     "ledger": measure_ledger,
+    "fsync": measure_fsync,
     "rows": measure_rows,
 }
 
@@ -223,7 +304,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS))
+    parser.add_argument("--parts", nargs="+", choices=PARTS, default=["checkpoint", "ledger", "rows"])
     parser.add_argument("--groups", type=int, default=20_000, help="groups in the buffer")
     parser.add_argument("--tokens", type=int, default=64, help="tokens of a response in the buffer")
     parser.add_argument("--ledger-groups", type=int, default=1_000_000)

@@ -12,10 +12,10 @@ With several `--pause-modes` the modes take turns, BLOCK steps each, on the same
 where nothing but a sync is due: keep, load and resume in one call.
 
 Its last line is one JSON object. For each mode, median, least and greatest: milliseconds of each part of a step
-(publish lies within prepare, load within broadcast or swap, first token within stall; the canary comes beside it), and
-groups a second; how often a group was sent to an agent loop; staleness and mismatch of what was trained, and groups
-that grew too old. For the whole run: how long engines and ranks had nothing to do, and how many cores others took of
-the machine.
+(publish and transport lie within prepare, load within broadcast or swap, read back within load, first token within
+stall; the canary comes beside it), and groups a second; how often a group was sent to an agent loop; staleness and
+mismatch of what was trained, and groups that grew too old. For the whole run: how long engines and ranks had nothing to
+do, and how many cores others took of the machine.
 """
 
 from __future__ import annotations
@@ -43,9 +43,9 @@ from jobs.driver import connect, run
 from jobs.launch import PRODUCTION
 from jobs.roles import Roles
 from jobs.wiring import spawn
-from raypost import metrics
 from raypost.config import Config
 from raypost.ledger.events import LedgerEvent
+from raypost.observe import metrics
 from raypost.types import EVALUATION_PRIORITY, GenerateRequest, SampleParams
 
 SyncMode = Literal["abort", "keep", "wait", "swap"]
@@ -98,7 +98,7 @@ async def loop(cfg: Config, stop: asyncio.Event, modes: Sequence[SyncMode], step
                 with now.part("fit"):
                     trained = await roles.trainer.fit(batch_ref, step)
                 with now.part("log"):
-                    await roles.producer.acknowledge(step)
+                    await roles.acknowledge(step)
                     await roles.log(step, status, trained)
                 now.facts = {
                     "groups": status.num_groups,
@@ -132,7 +132,13 @@ async def sync(roles: Roles, version: int, step: Step) -> None:
     resumed = time.perf_counter()
     token = await probe
     report = await roles.broadcaster.broadcast(version)
-    within = {"publish": report.publish_s, "load": report.load_s, "canary": report.canary_s}
+    within = {
+        "publish": report.publish_s,
+        "transport": report.transport_s,
+        "load": report.load_s,
+        "read back": report.verify_s,
+        "canary": report.canary_s,
+    }
     step.parts |= {name: 1e3 * seconds for name, seconds in within.items()}
     step.parts |= {"first token": 1e3 * (token - resumed), "stall": 1e3 * (token - begin)}
 

@@ -31,10 +31,10 @@ from torch.nn.functional import log_softmax
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from raypost.config import AdvantageConfig, parse_config
-from raypost.packed import PackedGroups, pack_groups
 from raypost.trainer.batch.packing import PackingRule, micro_batches
 from raypost.trainer.batch.train_batch import Sample, plan_batch
 from raypost.types import Group, RolloutState, SampleParams, Status
+from raypost.types.packed import PackedGroups, pack_groups
 
 Step = Callable[[int], Any]
 LONGEST = 1024

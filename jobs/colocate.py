@@ -11,6 +11,7 @@ fewer groups than the batch has (`strategy.should_continue`).
 from __future__ import annotations
 
 import asyncio
+import functools
 import sys
 from collections.abc import Awaitable, Callable
 from pathlib import Path
@@ -22,8 +23,8 @@ from jobs.driver import main
 from jobs.roles import Roles
 from jobs.wiring import spawn
 from raypost.config import Config
-from raypost.packed import PackedGroups
 from raypost.types import Ref
+from raypost.types.packed import PackedGroups
 
 TrainStep = Callable[[Roles, Ref[PackedGroups], int], Awaitable[dict[str, float]]]
 """Trains (roles, ref of the batch, step) and returns the step's metrics."""
@@ -37,6 +38,7 @@ async def fit(roles: Roles, batch_ref: Ref[PackedGroups], step: int) -> dict[str
 async def colocate(cfg: Config, stop: asyncio.Event, train_step: TrainStep = fit) -> None:
     """Run the main loop. Ends after `train.num_steps`, or at the next pause once `stop` is set."""
     async with spawn(cfg, stop) as roles:
+        roles.gang.train_step = functools.partial(train_step, roles)
         step = version = await roles.restore()  # 0 on a fresh run
         await roles.broadcast(version)
         if step == 0:
@@ -49,7 +51,7 @@ async def colocate(cfg: Config, stop: asyncio.Event, train_step: TrainStep = fit
             if batch_ref is not None:
                 step += 1
                 metrics = await train_step(roles, batch_ref, step)
-                await roles.producer.acknowledge(step)
+                await roles.acknowledge(step)
                 await roles.log(step, status, metrics)
             if roles.save_due(step):
                 await roles.save(step)

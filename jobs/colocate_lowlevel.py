@@ -20,8 +20,8 @@ if __package__ in (None, ""):  # run as a file: the repository root is not on th
 from jobs.colocate import colocate
 from jobs.driver import main
 from jobs.roles import Roles
-from raypost.packed import PackedGroups
 from raypost.types import Ref
+from raypost.types.packed import PackedGroups
 
 
 async def train_step(roles: Roles, batch_ref: Ref[PackedGroups], step: int) -> dict[str, float]:

@@ -11,6 +11,7 @@ import contextlib
 import logging
 import os
 import sys
+import time
 import traceback
 from collections.abc import Awaitable, Callable, Coroutine
 from pathlib import Path
@@ -23,14 +24,21 @@ from actors.placement import cluster_nodes
 from jobs.arguments import config_of, parser, python_path
 from jobs.stopping import outlive_terminal, stop_signals
 from jobs.wiring import checkpoints_of
+from raypost.checkpoint import verify_files
 from raypost.config import Config
-from raypost.errors import ConfigError, RaypostError, StoppedError
-from raypost.owner import TRACEBACK, owning
+from raypost.doctor.diagnosis import DRIVER
+from raypost.doctor.presence import Presence, forget_all
+from raypost.doctor.watch import present
+from raypost.errors import ClusterError, ConfigError, RaypostError, StoppedError
+from raypost.files.owner import TRACEBACK, owning
 from raypost.plan import plan
+from raypost.plan.cluster import occupied
 
 Job = Callable[[Config, asyncio.Event], Coroutine[Any, Any, None]]
 
 EXIT_REFUSED = 2
+ROOM_S = 1.0
+"""How often it is looked whether others have given back what the run needs."""
 REFUSALS = (RaypostError, ConnectionError)
 """What is raised before anything was started."""
 
@@ -47,14 +55,27 @@ def main(job: Job, argv: list[str] | None = None, *, placement: str = "separate"
             _check_placement(config, placement)
             plan.check(config, tried=args.tried)
             # Before engines start, which takes a minute.
-            checkpoints_of(config).latest(fallback=config.checkpoint.fallback)
+            found = checkpoints_of(config).latest(fallback=config.checkpoint.fallback)
+            if found is None and config.checkpoint.start_from is not None:
+                verify_files(config.checkpoint.start_from)
             plan.check(config, cluster=connect(config), tried=True)
+            wait_for_room(config, lambda: _cluster(config))
             owned.enter_context(owning(config.run_dir))
+            forget_all(config.run_dir)
+            beside = ["evaluator."] if config.eval.pool is not None else []
+            presence = present(DRIVER, config.run_dir.resolve(), config.stall_s, beside)
+            owned.enter_context(presence)
         except REFUSALS as error:
             return refused(error)
         stop = asyncio.Event()
         stopping = "the run pauses, saves and writes its report"
-        return run(job(config, stop), stop, stopping, config.run_dir / TRACEBACK)
+        return run(_seen(job(config, stop), presence), stop, stopping, config.run_dir / TRACEBACK)
+
+
+async def _seen(work: Coroutine[Any, Any, None], presence: Presence) -> None:
+    """Do `work`, while the driver's presence sees whether its event loop turns."""
+    presence.attach(asyncio.get_running_loop())
+    await work
 
 
 def _check_placement(config: Config, placement: str) -> None:
@@ -85,7 +106,39 @@ def connect(config: Config) -> plan.ClusterResources:
     if "RAY_JOB_CONFIG_JSON_ENV_VAR" not in os.environ:  # started by hand: no working directory travels
         options["runtime_env"] = {"env_vars": {"PYTHONPATH": python_path(Path.cwd())}}
     ray.init(log_to_driver=False, logging_level=logging.WARNING, **options)
-    return plan.ClusterResources(cluster_nodes(), elastic=config.autoscaling)
+    nodes = [node for node in ray.nodes() if node["Alive"] and node.get("MetricsExportPort")]
+    served = [f"http://{node['NodeManagerAddress']}:{node['MetricsExportPort']}/metrics" for node in nodes]
+    if served:
+        more = f" and {len(served) - 1} more nodes" if len(served) > 1 else ""
+        print(f"metrics for Prometheus at {served[0]}{more}", flush=True)
+    return _cluster(config)
+
+
+def _cluster(config: Config) -> plan.ClusterResources:
+    nodes = cluster_nodes()
+    return plan.ClusterResources(nodes.resources, config.autoscaling, nodes.free, nodes.labels)
+
+
+def wait_for_room(
+    config: Config,
+    look: Callable[[], plan.ClusterResources],
+    sleep: Callable[[float], None] = time.sleep,
+    clock: Callable[[], float] = time.monotonic,
+) -> None:
+    """Wait until others hold nothing that the run needs: what was asked for before it starts holds in it.
+
+    Says what it waits for. Raises ClusterError after `rollout.start_timeout_s`. A cluster that grows is not waited for:
+    only what is asked for lets it grow.
+    """
+    begin, limit_s, told = clock(), config.rollout.start_timeout_s, ""
+    while not (cluster := look()).elastic and (lacking := occupied(config, cluster)):
+        if clock() - begin >= limit_s:
+            raise ClusterError(
+                "\n  ".join([f"waited rollout.start_timeout_s {limit_s:g} s for resources", *lacking])
+            )
+        if told != (told := "; ".join(lacking)):
+            print(f"waiting for at most {limit_s - (clock() - begin):.0f} s: {told}", flush=True)
+        sleep(ROOM_S)
 
 
 def run(work: Coroutine[Any, Any, None], stop: asyncio.Event, stopping: str, kept: Path) -> int:
@@ -120,10 +173,14 @@ async def _until_it_ends(work: Awaitable[None], stop: asyncio.Event, stopping: s
         return 1
     except StoppedError as error:
         print(error, flush=True)
-    except (RaypostError, RayError) as error:
-        kept.parent.mkdir(parents=True, exist_ok=True)
-        kept.write_text("".join(traceback.format_exception(error)))
+    except (RaypostError, RayError, OSError) as error:
         cause = getattr(error, "cause", None) or error  # what an actor raised, without its remote traceback
-        print(f"traceback: {kept}\nfailed: {type(cause).__name__}: {cause}", file=sys.stderr, flush=True)
+        try:
+            kept.parent.mkdir(parents=True, exist_ok=True)
+            kept.write_text("".join(traceback.format_exception(error)))
+            print(f"traceback: {kept}", file=sys.stderr)
+        except OSError as full:
+            print(f"no traceback is kept: {full}", file=sys.stderr)
+        print(f"failed: {type(cause).__name__}: {cause}", file=sys.stderr, flush=True)
         return 1
     return 0

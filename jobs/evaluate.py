@@ -73,7 +73,7 @@ async def evaluate(subject: Subject, stop: asyncio.Event) -> None:
 async def _score(subject: Subject) -> tuple[SyncReport, dict[str, float]]:
     cfg = subject.config
     _say(f"preparing model {cfg.model.name}")
-    async with Launcher(cfg, await prepare_models(cfg)) as launcher:
+    async with Launcher(cfg, await prepare_models(cfg), is_run=False) as launcher:
         pool = launcher.rollout_pool()
         agents = launcher.agents(launcher.judges())
         broadcaster = launcher.broadcaster(launcher.folder_weights(), pool)
@@ -169,7 +169,7 @@ def _check_cluster(config: Config, cluster: plan.ClusterResources) -> None:
 
 
 def _arguments(argv: list[str] | None) -> argparse.Namespace:
-    made = parser(__doc__, "raypost evaluate")
+    made = parser(__doc__, "raypost evaluate", trains=False)
     subject = made.add_mutually_exclusive_group()
     subject.add_argument("--checkpoint", type=Path, help="for instance runs/NAME/checkpoints/best")
     subject.add_argument("--model", type=Path, help="a Hugging Face folder")

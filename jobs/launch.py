@@ -1,10 +1,7 @@
 """Launcher: starts the actors of one run and ends them. A new role gets its method here.
 
-Owns which actors there are, what each reserves and is given, the placement groups, and their end. Owns no order of
-starting (wiring.py does) and nothing of what the driver does with a role (roles.py does).
-
-    separate   engines   each where its resources are           ranks   one placement group, packed
-    colocate   engine n and rank n (of trainer and critic) in bundle n of one placement group: one device
+Owns which actors there are, what each is given, and their end. Owns no order of starting (wiring.py does), no places
+(places.py does) and nothing of what the driver does with a role (roles.py does).
 """
 
 from __future__ import annotations
@@ -15,24 +12,20 @@ import logging
 import time
 import uuid
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import TracebackType
-from typing import Any, Literal, ParamSpec, Self, TypeVar
+from typing import Any, ClassVar, Literal, ParamSpec, Self, TypeVar
 
 import ray
 from ray.actor import ActorHandle
-from ray.util.placement_group import PlacementGroup, remove_placement_group
 
 from actors import placement
 from actors.agent_loop import MANY, AgentLoopPool, AgentLoopWorker
 from actors.evaluator import Evaluator
-from actors.frozen.language_model import LanguageModelPool, LanguageModelWorker
-from actors.frozen.reference import ReferenceGroup, ReferenceWorker
-from actors.frozen.reward_model import RewardModelPool, RewardModelWorker, reward_engine
 from actors.judge import JudgeWorker
 from actors.producer import ProducerActor
 from actors.remote import RemotePool, remote, within
-from actors.replay_buffer import ReplayBufferActor, remote_buffer
+from actors.replay_buffer import RemoteBuffer, ReplayBufferActor
 from actors.rollout.controller import RolloutController
 from actors.rollout.routing import router_to
 from actors.rollout.worker import RolloutWorker
@@ -41,26 +34,31 @@ from actors.training.broadcaster import WeightBroadcaster
 from actors.training.folder_weights import FolderWeights
 from actors.training.group import TrainerGroup
 from actors.training.worker import CONCURRENCY_GROUPS, TrainerWorker
+from jobs.frozen import reference_group, reward_pools, speakers
 from jobs.models import Models
+from jobs.places import Places
 from raypost.config import Config
 from raypost.config.engine import EngineConfig
 from raypost.config.judges import POLICY
+from raypost.doctor.presence import withdraw
+from raypost.doctor.watch import tell
+from raypost.errors import WaitTimeoutError
 from raypost.judges.generative import LanguageModel, PolicyModel
-from raypost.packed import PackedGroups
 from raypost.plan import plan
-from raypost.plan.cluster import Bundle, shared_devices
+from raypost.plan.cluster import Bundle
 from raypost.production.build import buffer_bounds, task_limits
-from raypost.protocols import (
+from raypost.types import (
     BroadcasterRole,
     Buffer,
     EvaluatorRole,
     Judge,
     ProducerRole,
+    Ref,
     RolloutPool,
     TelemetryRole,
     WeightSource,
 )
-from raypost.types import Ref
+from raypost.types.packed import PackedGroups
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -68,21 +66,16 @@ log = logging.getLogger(__name__)
 
 CALL_TIMEOUT_S = 60.0
 """Deadline of small calls between roles."""
+BATCHES = "batches"
+"""In a run folder: the batches that were trained since the last checkpoint."""
 RESTART_TRIES = 8
 """How often a call to an actor that may be restarting is made: some 14 s in all."""
 PRODUCTION = "rollout-controller"
 EVALUATION = "evaluation-controller"
 WATCHED = (
-    PRODUCTION,
-    "producer",
-    "weight-broadcaster",
-    "evaluator",
-    "evaluation-broadcaster",
-    "judge-",
-    "trainer-",
-    "critic-",
-    "reference-",
-)
+    PRODUCTION, "producer", "weight-broadcaster", "evaluator", "evaluation-broadcaster", "agent-loop-", "judge-",
+    "trainer-", "critic-", "reference-",
+)  # fmt: skip
 """Names of the actors that telemetry asks for spans, statistics and counts."""
 
 
@@ -90,17 +83,27 @@ WATCHED = (
 class Launcher:
     """The actors started so far. As a context it ends them all."""
 
+    rollout_worker: ClassVar[type] = RolloutWorker
+    """Hosts an engine, `trainer_worker` a rank: what tests of everything around them replace."""
+    trainer_worker: ClassVar[type] = TrainerWorker
+
     cfg: Config
     models: Models
     started_s: float = field(default_factory=time.time)
+    is_run: bool = True
+    """Whether the run folder is this job's, where its processes say that they are there (raypost.doctor)."""
     _handles: dict[str, ActorHandle] = field(default_factory=dict)
-    _placement_groups: list[PlacementGroup] = field(default_factory=list)
-    _devices: PlacementGroup | None = None
-    """The bundles that engines and ranks share."""
     _pools: dict[str, RolloutPool] = field(default_factory=dict)
     _reward_workers: list[ActorHandle] = field(default_factory=list)
     _judges: list[ActorHandle] = field(default_factory=list)
     _trainer: TrainerGroup | None = None
+    _places: Places = field(init=False)
+    _attempt: str = field(default_factory=lambda: uuid.uuid4().hex)
+    """Names this start of the run in what outlives a process of it."""
+
+    def __post_init__(self) -> None:
+        """Reserve nothing yet."""
+        self._places = Places(self.cfg)
 
     async def __aenter__(self) -> Self:
         """Return itself; actors are started by the methods."""
@@ -109,7 +112,12 @@ class Launcher:
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """Let engines and ranks end in their own way, within deadlines; kill what is left; free the resources."""
+        """Let engines and ranks end in their own way, within deadlines; kill what is left; free the resources.
+
+        Where a wait passed its deadline, it is written first what was waited for.
+        """
+        if self.is_run and isinstance(error, WaitTimeoutError):
+            await asyncio.to_thread(tell, self.cfg.run_dir, "at the deadline", str(error))
         ending = [pool.shutdown() for pool in self._pools.values()]
         ending += [
             within(worker.shutdown.remote(), CALL_TIMEOUT_S, f"{worker} to end")
@@ -122,39 +130,58 @@ class Launcher:
                 log.warning("what did not end by itself is killed: %s", outcome)
         for handle in self._handles.values():
             ray.kill(handle)
-        for group in self._placement_groups:
-            remove_placement_group(group)
+        self._places.release()
 
     # ---------------------------------------------------------------- engines
 
-    async def share_devices(self) -> None:
-        """Reserve the devices that engines and ranks share, where they do."""
-        if devices := shared_devices(self.cfg):
-            self._devices = await self._reserve(devices, "devices")
+    async def reserve(self) -> None:
+        """Reserve what actors need together, where some do."""
+        await self._places.reserve()
 
     def rollout_pool(self, *, evaluation: bool = False) -> RolloutPool:
         """Return the pool of the rollout workers, or of those that are evaluation's own; not started yet."""
         cfg = self.cfg
         name = EVALUATION if evaluation else PRODUCTION
-        pools = {pool.name: pool for pool in (*cfg.rollout.pools, cfg.eval.pool) if pool is not None}
-        workers = {
-            bundle.name: self._add(
-                RolloutWorker,
-                bundle.name,
-                self.models.policy,
-                EngineConfig.of(cfg, pools.get(bundle.pool)),
-                n,
-                name=bundle.name,
-                resources=bundle.resources,
-                max_restarts=-1,
-                **self._place(bundle),
-            )
-            for n, bundle in enumerate(self._bundles("evaluation_worker" if evaluation else "rollout_worker"))
-        }
-        # Not started again: which version its workers hold would be forgotten.
-        self._add(RolloutController, workers, cfg.rollout, cfg.sync.timeout_s, name=name)
-        self._pools[name] = remote(name, RolloutPool, timeout_s=cfg.sync.timeout_s)
+        bundles = self._bundles("evaluation_worker" if evaluation else "rollout_worker")
+        for n, bundle in enumerate(bundles):
+            self._add_engine(bundle, n)
+        self._pools[name] = self._role(
+            RolloutPool,
+            cfg.sync.timeout_s,
+            name,
+            RolloutController,
+            {bundle.name: bundle.name for bundle in bundles},
+            cfg.rollout,
+            cfg.sync.timeout_s,
+            cfg.sync.canary_tolerance,
+        )
         return self._pools[name]
+
+    def _add_engine(self, bundle: Bundle, number: int) -> None:
+        pools = {
+            pool.name: pool for pool in (*self.cfg.rollout.pools, self.cfg.eval.pool) if pool is not None
+        }
+        engine = EngineConfig.of(self.cfg, pools.get(bundle.pool))
+        self._place(self.rollout_worker, bundle, self.models.policy, engine, number)
+
+    def add_worker(self, number: int, pool: str) -> str:
+        """Start the actor of one more worker of a pool, whose resources may have to be waited for; return its name."""
+        like = next(one for one in self._bundles("rollout_worker") if one.pool == pool)
+        bundle = replace(like, name=f"{like.name.rstrip('0123456789')}{number}")
+        self._add_engine(bundle, number)
+        return bundle.name
+
+    async def start_worker(self, name: str, timeout_s: float) -> None:
+        """Start the engine of a worker that is in no pool yet. Raises WaitTimeoutError, also without its resources."""
+        await within(self._handles[name].start.remote(), timeout_s, f"the engine of {name} to stand by")
+
+    def end_worker(self, name: str) -> None:
+        """End the actor of a rollout worker for good; what is there no more is ended."""
+        if handle := self._handles.pop(name, None):
+            ray.kill(handle)
+        self._places.leave(name)
+        if self.is_run:
+            withdraw(self.cfg.run_dir.resolve(), name)
 
     async def start_engines(self) -> list[object]:
         """Start the engines of all pools and reward models; returns what each says about itself."""
@@ -163,17 +190,6 @@ class Launcher:
         of_pools, of_rewards = await asyncio.gather(pools, rewards)
         return [*itertools.chain(*of_pools), *of_rewards]
 
-    def _place(self, bundle: Bundle) -> dict[str, Any]:
-        if self._devices is None or bundle.shares is None:
-            return {}
-        return {"group": self._devices, "bundle": bundle.shares}
-
-    def _frozen(self, cls: type, bundle: Bundle, *args: Any) -> ActorHandle:
-        """Add a worker whose engine's weights never change."""
-        return self._add(
-            cls, bundle.name, *args, name=bundle.name, resources=bundle.resources, max_restarts=-1
-        )
-
     # ---------------------------------------------------------------- training
 
     async def trainer(self) -> TrainerGroup:
@@ -181,42 +197,32 @@ class Launcher:
         critic = None
         if self.models.critic is not None:
             config = self.cfg.model_copy(update={"train": self.cfg.train.for_critic})
-            critic = TrainerGroup(await self._ranks("critic", config, self.models.critic), config)
+            ranks = await self._ranks("critic", config, self.models.critic)
+            critic = TrainerGroup(ranks, config, name="critic")
         ranks = await self._ranks("trainer", self.cfg, self.models.policy)
-        self._trainer = TrainerGroup(ranks, self.cfg, critic, self._reference())
+        reference = reference_group(self.cfg, self.models, self._bundles("reference_worker"), self._place)
+        self._trainer = TrainerGroup(ranks, self.cfg, critic, reference)
         return self._trainer
 
-    async def _ranks(
-        self, kind: Literal["trainer", "critic"], config: Config, model_path: str
-    ) -> list[ActorHandle]:
+    async def _ranks(self, kind: Literal["trainer", "critic"], config: Config, model_path: str) -> list[str]:
+        """Start the ranks' actors; Ray starts each again, in its bundle, as often as it ends. Returns their names."""
         bundles = self._bundles(f"{kind}_worker")
-        group = self._devices or await self._reserve([b.resources for b in bundles], kind)
-        return [
+        group = await self._places.of_ranks(kind, bundles)
+        for rank, bundle in enumerate(bundles):
             self._add(
-                TrainerWorker,
+                self.trainer_worker,
                 config,
                 model_path,
                 rank,
                 "critic" if kind == "critic" else "policy",
                 name=bundle.name,
                 resources=bundle.resources,
+                max_restarts=-1,
                 concurrency_groups=CONCURRENCY_GROUPS,
                 group=group,
                 bundle=rank,
             )
-            for rank, bundle in enumerate(bundles)
-        ]
-
-    def _reference(self) -> ReferenceGroup | None:
-        cfg = self.cfg
-        if cfg.train.loss.kl.pool is None:
-            return None
-        engine = EngineConfig.of(cfg, cfg.train.loss.kl.pool)
-        workers = [
-            self._frozen(ReferenceWorker, bundle, self.models.policy, engine, cfg)
-            for bundle in self._bundles("reference_worker")
-        ]
-        return ReferenceGroup(workers, cfg.rollout.start_timeout_s, cfg.train.step_timeout_s)
+        return [bundle.name for bundle in bundles]
 
     def folder_weights(self) -> WeightSource:
         """Return the weights of the policy's folder, in place of a trainer."""
@@ -244,58 +250,30 @@ class Launcher:
 
     def judges(self) -> Judge:
         """Return the judges as one, with the reward models that they ask; those are not started yet."""
-        reward_models, own = self._reward_models()
-        language_models: dict[str, LanguageModel] = {**own}
+        bundles = self._bundles("reward_worker")
+        reward_models, self._reward_workers = reward_pools(self.cfg, self.models, bundles, self._place)
+        language_models: dict[str, LanguageModel] = {**speakers(self.cfg, bundles)}
         if self.cfg.policy_judges:
             timeout_s = self.cfg.rollout.request_timeout_s
             generator = router_to(PRODUCTION, timeout_s)
             policy = PolicyModel(generator, self.models.policy, self.cfg.engine_model_len, timeout_s)
             language_models[POLICY] = policy
-        names = [bundle.name for bundle in self._bundles("judge")]
-        for name in names:
-            judge = self._add(
-                JudgeWorker, name, self.cfg.tasks, reward_models, language_models, name=name, max_restarts=-1
-            )
-            self._judges.append(judge)
-        return remote(names, Judge, timeout_s=self._request_s, many=MANY)
-
-    def _reward_models(self) -> tuple[dict[str, RewardModelPool], dict[str, LanguageModelPool]]:
-        pools, speakers = {}, {}
-        for model in self.cfg.reward_models:
-            bundles = [b for b in self._bundles("reward_worker") if b.pool == model.name]
-            engine = reward_engine(self.cfg, model)
-            for bundle in bundles:
-                path = self.models.rewards[model.name]
-                kind = LanguageModelWorker if model.generates else RewardModelWorker
-                self._reward_workers.append(self._frozen(kind, bundle, path, engine))
-            # Before the judge's own deadline, which does not know what it waits for.
-            timeout_s = self.cfg.rollout.request_timeout_s
-            names = [b.name for b in bundles]
-            if model.generates:
-                speakers[model.name] = LanguageModelPool(names, timeout_s)
-            else:
-                pools[model.name] = RewardModelPool(names, timeout_s)
-        return pools, speakers
+        bundles = self._bundles("judge")
+        asked = self.cfg.tasks, reward_models, language_models
+        self._judges += [self._place(JudgeWorker, bundle, *asked) for bundle in bundles]
+        return remote([bundle.name for bundle in bundles], Judge, timeout_s=self._request_s, many=MANY)
 
     def agents(self, judge: Judge, *, evaluation: bool = False) -> AgentLoopPool:
         """Return the agent loops as one, on the pool of the rollout workers or on evaluation's own."""
         controller = EVALUATION if evaluation else PRODUCTION
         generator = router_to(controller, self.cfg.rollout.request_timeout_s)
-        names = ["evaluation-loop"] if evaluation else [b.name for b in self._bundles("agent_loop")]
-        for name in names:
-            self._add(
-                AgentLoopWorker,
-                name,
-                self.cfg,
-                self.models.policy,
-                generator,
-                judge,
-                name=name,
-                max_restarts=-1,
-            )
-        return AgentLoopPool(RemotePool(names, 2 * self._request_s, many=MANY))
+        bundles = self._bundles("evaluation_loop" if evaluation else "agent_loop")
+        talk = speakers(self.cfg, self._bundles("reward_worker"))
+        for bundle in bundles:
+            self._place(AgentLoopWorker, bundle, self.cfg, self.models.policy, generator, judge, talk)
+        return AgentLoopPool(RemotePool([bundle.name for bundle in bundles], 2 * self._request_s, many=MANY))
 
-    def buffer(self) -> Buffer[Ref[PackedGroups]]:
+    def buffer(self) -> RemoteBuffer:
         """Return the replay buffer; it survives its process where it keeps a journal."""
         cfg = self.cfg
         self._add(
@@ -303,40 +281,54 @@ class Launcher:
             task_limits(cfg),
             buffer_bounds(cfg),
             str((cfg.run_dir / "buffer").resolve()) if cfg.buffer.journal else None,
-            uuid.uuid4().hex,
+            self._attempt,
+            str((cfg.run_dir / BATCHES).resolve()),
+            cfg.checkpoint.retry_s,
+            cfg.checkpoint.fsync,
             name="replay-buffer",
             max_restarts=-1 if cfg.buffer.journal else 0,
         )
-        return remote_buffer("replay-buffer", timeout_s=CALL_TIMEOUT_S, tries=RESTART_TRIES)
+        return RemoteBuffer(["replay-buffer"], CALL_TIMEOUT_S + cfg.checkpoint.retry_s, RESTART_TRIES)
 
     def producer(
         self, agents: AgentLoopPool, buffer: Buffer[Ref[PackedGroups]], pool: RolloutPool
     ) -> ProducerRole:
         """Return the producer."""
         cfg = self.cfg
-        self._add(ProducerActor, cfg, self.models.policy, agents, buffer, pool, name="producer")
         take_s = cfg.take_timeout_s + cfg.rollout.pause_timeout_s
+        self._add(
+            ProducerActor,
+            cfg,
+            self.models.policy,
+            agents,
+            buffer,
+            pool,
+            self._attempt,
+            name="producer",
+            max_restarts=-1,
+        )
         return remote(
-            "producer",
+            ["producer"],
             ProducerRole,
             timeout_s=2 * cfg.rollout.pause_timeout_s + 2 * CALL_TIMEOUT_S,
             timeouts_s={"run": None, "take_batch": take_s, "produce_batch": take_s},
+            tries=RESTART_TRIES,
         )
 
     def evaluator(self, agents: AgentLoopPool, pool: RolloutPool) -> EvaluatorRole:
         """Return the evaluator."""
         cfg = self.cfg
-        timeout_s = cfg.eval.timeout_s + CALL_TIMEOUT_S
+        timeout_s = cfg.eval_timeout_s + CALL_TIMEOUT_S
         return self._role(
             EvaluatorRole, timeout_s, "evaluator", Evaluator, cfg, self.models.policy, agents, pool
         )
 
     def telemetry(self) -> TelemetryRole:
         """Return the telemetry of the actors started so far."""
-        watched = {name: handle for name, handle in self._handles.items() if name.startswith(WATCHED)}
+        watched = [name for name in self._handles if name.startswith(WATCHED)]
         if self.cfg.eval.pool is not None:
             # Its time is not the run's: production goes on meanwhile.
-            del watched["evaluator"]
+            watched.remove("evaluator")
         return self._role(
             TelemetryRole,
             CALL_TIMEOUT_S,
@@ -368,13 +360,14 @@ class Launcher:
         return remote([name], role, timeout_s=timeout_s, tries=RESTART_TRIES)
 
     def _add(self, cls: Callable[..., object], *args: Any, name: str, **options: Any) -> ActorHandle:
-        self._handles[name] = placement.spawn(cls, *args, name=name, **options)
+        home = placement.Home(self.cfg.run_dir.resolve(), self.cfg.stall_s) if self.is_run else None
+        self._handles[name] = placement.spawn(cls, *args, name=name, home=home, **options)
         return self._handles[name]
 
-    async def _reserve(self, bundles: list[dict[str, float]], name: str) -> PlacementGroup:
-        group = await placement.reserve(bundles, name, self.cfg.rollout.start_timeout_s)
-        self._placement_groups.append(group)
-        return group
+    def _place(self, cls: Callable[..., object], bundle: Bundle, *args: Any) -> ActorHandle:
+        """Start an actor, which is told its name first, where its bundle says; it is restarted when it dies."""
+        options = {"resources": bundle.resources, "max_restarts": -1, **self._places.of_engine(bundle)}
+        return self._add(cls, bundle.name, *args, name=bundle.name, **options)
 
     def _bundles(self, role: str) -> list[Bundle]:
         return [bundle for bundle in plan.bundles(self.cfg) if bundle.role == role]

@@ -8,6 +8,7 @@ from pathlib import Path
 import ray
 
 from actors.remote import within
+from raypost.checkpoint import CHECKPOINTS, CheckpointDir
 from raypost.config import Config, ModelConfig
 from raypost.data.prompt import render
 from raypost.data.task_source import check_source
@@ -43,6 +44,11 @@ def _prepare(cfg: Config) -> Models:
         return str(resolve_model(model, cfg.seed, cfg.model.cache_dir.expanduser()))
 
     policy = folder(cfg.model)
+    start, own = cfg.checkpoint.start_from, CheckpointDir(cfg.run_dir / CHECKPOINTS, 1, {})
+    if start is not None and not own.steps():
+        from raypost.trainer.start import check_start
+
+        check_start(cfg, start, policy)
     critic = cfg.train.critic
     rewards = {one.name: folder(ModelConfig(name=one.model)) for one in cfg.reward_models}
     for one in cfg.reward_models:

@@ -14,7 +14,6 @@ Invariants
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import json
 import os
 import random
@@ -36,10 +35,11 @@ from typing import Self, TypeVar
 
 import psutil
 
+from jobs import keeper
+from jobs.keeper import MARKER, processes_with
 from jobs.stopping import stop_signals
 from raypost.errors import RaypostError
 
-MARKER = "RAYPOST_PRIVATE_CLUSTER"
 SOCKET_PATH_LIMIT = 103
 """Bytes of a unix socket's path that every platform allows."""
 SETTING = re.compile(r"RAY_(?!.*(auth|redis|gcs_storage|external_storage))[a-z]\w*")
@@ -48,6 +48,11 @@ Addresses, tokens and the state of a session are in capitals; who may call a clu
 settings that belong to one cluster."""
 _SOCKET_TAIL = len("/r/session_2000-01-01_00-00-00_000000_0000000/sockets/plasma_store.sock")
 _PORT_RANGE = (20_000, 30_000)
+START_TRIES = 3
+PORT_TAKEN = re.compile(
+    r"address already in use|port \S+ (is )?(already )?(in use|occupied|taken)", re.IGNORECASE
+)
+"""In what a head says that did not get a port."""
 _TICK_S = 0.05
 CHILDREN_GRACE_S = 3.0
 KILL_TIMEOUT_S = 5.0
@@ -81,6 +86,8 @@ class PrivateCluster:
     start_timeout_s: float = 120.0
     stop_timeout_s: float = 6.0
     """Time the head has to drain before everything is killed."""
+    save_timeout_s: float = 90.0
+    """Time that jobs have to save when this process is killed, so that it can end nothing itself."""
     address: str = field(default="", init=False)
     """`ip:port` of the GCS: what ray.init takes."""
     dashboard_url: str = field(default="", init=False)
@@ -90,14 +97,20 @@ class PrivateCluster:
     _id: str = field(default_factory=lambda: secrets.token_hex(8), init=False)
     _folder: Path | None = field(default=None, init=False)
     _process: subprocess.Popen[bytes] | None = field(default=None, init=False)
+    """The head's keeper, which ends as the head does."""
+    _pipe: int | None = field(default=None, init=False)
+    """Its end in the hand of this process: closed, however this process ends, it ends the cluster."""
 
     def __enter__(self) -> Self:
-        """Start the head."""
-        try:
-            self._start()
-        except BaseException:
-            self.stop()
-            raise
+        """Start the head; again where another process took a port in the moment between choosing and using it."""
+        for last in (*[False] * (START_TRIES - 1), True):
+            try:
+                self._start()
+                break
+            except BaseException as error:
+                self.stop()
+                if last or not (isinstance(error, ClusterStartError) and PORT_TAKEN.search(str(error))):
+                    raise
         return self
 
     def __exit__(
@@ -172,6 +185,9 @@ class PrivateCluster:
             psutil.wait_procs(left, timeout=KILL_TIMEOUT_S)
             if self._process is not None:
                 self._process.wait(KILL_TIMEOUT_S)
+            if self._pipe is not None:
+                os.close(self._pipe)
+                self._pipe = None
             if self._folder is not None:
                 shutil.rmtree(self._folder, ignore_errors=True)
                 self._folder = None
@@ -184,16 +200,21 @@ class PrivateCluster:
             token_file.touch(mode=0o600)
             token_file.write_text(self.token)
         env = self.env() | {"DASHBOARD_METRIC_PORT": str(_free_port())}
-        with open(self._folder / "head.log", "wb") as head_log:
-            self._process = subprocess.Popen(
-                self._command(),
-                env=env,
-                stdin=subprocess.DEVNULL,
-                stdout=head_log,
-                stderr=subprocess.STDOUT,
-                start_new_session=True,
-                preexec_fn=_die_with_parent(),
-            )
+        end, self._pipe = os.pipe()
+        kept = [sys.executable, keeper.__file__, str(end), str(self.save_timeout_s), str(self._folder)]
+        try:
+            with open(self._folder / "head.log", "wb") as head_log:
+                self._process = subprocess.Popen(
+                    [*kept, *self._command()],
+                    env=env,
+                    stdin=subprocess.DEVNULL,
+                    stdout=head_log,
+                    stderr=subprocess.STDOUT,
+                    start_new_session=True,
+                    pass_fds=[end],
+                )
+        finally:
+            os.close(end)
         address_file = self._folder / "r" / "ray_current_cluster"
         # ray start writes this file last, once GCS, raylet and dashboard have answered it.
         self.address = self._wait_for("the head", deadline, lambda: _read(address_file))
@@ -258,16 +279,6 @@ class PrivateCluster:
         return list(found.values())
 
 
-def processes_with(variable: str, value: str) -> list[psutil.Process]:
-    """Return the living processes, other than this one, that carry the variable in their environment."""
-    found = []
-    for process in psutil.process_iter():
-        with contextlib.suppress(psutil.Error):
-            if process.pid != os.getpid() and process.environ().get(variable) == value:
-                found.append(process)
-    return found
-
-
 def _make_folder(parent: Path | None) -> Path:
     """Make a folder that only this user can enter: Ray opens its own temp folder to everybody."""
     if parent is None:
@@ -314,22 +325,6 @@ def _read(path: Path) -> str:
 def _dashboard_url(log_file: Path) -> str:
     match = re.search(r"RAY_API_SERVER_ADDRESS='(http://[^']+)'", log_file.read_text(errors="replace"))
     return match.group(1) if match else ""
-
-
-def _die_with_parent() -> Callable[[], None] | None:
-    """On Linux, have the child get SIGTERM when this process is killed and can no longer end it."""
-    # The signal follows the thread that forks, and only the main thread lives as long as the process.
-    if sys.platform != "linux" or threading.current_thread() is not threading.main_thread():
-        return None
-    libc, parent = ctypes.CDLL(None), os.getpid()
-    set_parent_death_signal = 1
-
-    def before_exec() -> None:
-        libc.prctl(set_parent_death_signal, signal.SIGTERM)
-        if os.getppid() != parent:
-            os._exit(1)
-
-    return before_exec
 
 
 @contextlib.contextmanager

@@ -11,34 +11,44 @@ import logging
 import time
 from collections.abc import Awaitable, Coroutine
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from typing import NoReturn, TypeVar
 
 import psutil
 
 from actors.training.group import TrainerGroup
-from jobs.stopping import production_ended, stopped, unless
-from raypost import metrics
-from raypost.checkpoint import HF, HF_AVERAGE, CheckpointDir, SavePace
+from jobs.pool_load import PoolLoad
+from jobs.recovery import GangRecovery
+from jobs.saving import Saver
+from jobs.space import Space
+from jobs.stopping import production_ended, stopped, unless, watching
+from raypost.checkpoint import CheckpointDir
 from raypost.config import Config
 from raypost.errors import StoppedError
-from raypost.packed import PackedGroups
-from raypost.protocols import (
+from raypost.faults import Incident
+from raypost.ledger.summary import sampled_before
+from raypost.observe import metrics
+from raypost.report.step_record import production_record
+from raypost.report.terminal import RunDisplay
+from raypost.types import (
     BroadcasterRole,
     EvaluatorRole,
+    ProduceBatchStatus,
     ProducerRole,
+    Ref,
     RolloutPool,
+    RunStatus,
+    SyncReport,
     TakeStatus,
     TelemetryRole,
 )
-from raypost.report.step_record import production_record
-from raypost.report.terminal import RunDisplay
-from raypost.types import GroupCounts, ProduceBatchStatus, Ref, RunStatus, SyncReport
+from raypost.types.packed import PackedGroups
 
 T = TypeVar("T")
 Batch = tuple[TakeStatus, Ref[PackedGroups] | None]
 log = logging.getLogger(__name__)
 
+LAST_CALL_S = 15.0
+"""How long each role is waited for at the end of a run: it may be the one that hangs."""
 STOPPED = TakeStatus(status=ProduceBatchStatus.NORMAL, step=0, num_groups=0)
 """Status of a take that a stop ended: there is no batch."""
 
@@ -51,7 +61,7 @@ class Roles:
     stop: asyncio.Event
     display: RunDisplay
     checkpoints: CheckpointDir
-    pace: SavePace
+    saver: Saver
     trainer: TrainerGroup
     pool: RolloutPool
     broadcaster: BroadcasterRole
@@ -60,14 +70,23 @@ class Roles:
     producer: ProducerRole
     evaluator: EvaluatorRole
     telemetry: TelemetryRole
+    gang: GangRecovery
+    """Brings the trainer's ranks back."""
+    space: Space
+    """Waits where the disk of the run refuses to be written."""
+    load: PoolLoad = field(default_factory=PoolLoad)
+    """What the rollout pool is sized by: the trainer's waits, outside of pauses."""
+    _watching: asyncio.Task[None] | None = None
     _production: asyncio.Task[None] | None = None
+    _deaths: list[asyncio.Task[NoReturn]] = field(default_factory=list)
+    """For the deaths of roles that come back by themselves."""
     _evaluation: asyncio.Task[None] | None = None
     """The last evaluation; it may run while production goes on."""
     _asked_step: int = -1
     _late: bool = False
     """Whether a checkpoint was due by time when it was asked for `_asked_step`."""
-    _saved: int = 0
-    """Step of the newest checkpoint: at 0 there is nothing to lose."""
+    _preparing: asyncio.Task[None] | None = None
+    """Of the version of the step that was trained last, where a sync follows it."""
     _checking: asyncio.Task[None] | None = None
     """Of the version that is served; raises what is wrong with it."""
     _sync: SyncReport | None = None
@@ -81,7 +100,11 @@ class Roles:
 
     def finished(self, step: int) -> bool:
         """Whether the loop ends after `step`: all steps done, or a stop was asked for and nothing is lost by it."""
-        return step >= self.cfg.train.num_steps or (self.stop.is_set() and self._saved == step)
+        return step >= self.cfg.train.num_steps or (self.stop.is_set() and self.saver.step == step)
+
+    def watch(self, deaths: Coroutine[object, object, NoReturn]) -> None:
+        """Have the deaths of a role watched; the next wait for a batch raises what cannot be recovered from."""
+        self._deaths.append(asyncio.create_task(deaths, name="watch of a role"))
 
     def produce(self) -> None:
         """Start production in the background; the next wait for a batch raises what ends it."""
@@ -100,7 +123,8 @@ class Roles:
 
     async def _batch(self, taking: Awaitable[Batch]) -> Batch:
         try:
-            status, batch_ref = await self.while_producing(taking)
+            status, batch_ref = await self.while_producing(self.load.take(taking))
+            self.saver.check()
             if self._checking is not None:
                 await self._checking
         except StoppedError:
@@ -108,24 +132,51 @@ class Roles:
         self._batch_ref = batch_ref if status.num_groups else None
         return status, self._batch_ref
 
+    async def acknowledge(self, step: int) -> None:
+        """Record that the batch of `step` is trained, but for what the trainer left out.
+
+        Where a sync follows, its version is prepared meanwhile; `prepare` waits for that.
+        """
+        if self.cfg.placement == "separate" and self.cfg.sync_due(step):
+            begun = self.broadcaster.prepare(step)
+            self._preparing = asyncio.create_task(begun, name=f"preparation of version {step}")
+        await self.producer.acknowledge(step, await self.trainer.left_out())
+
     async def while_producing(self, work: Awaitable[T]) -> T:
         """Return the result of `work`. Raises what ended production before it, and StoppedError on a stop."""
         ends: list[Awaitable[NoReturn]] = [stopped(self.stop, "stopped while production was waited for")]
+        ends += [watching(one) for one in self._deaths]
         if self._production is not None:
             ends.append(production_ended(self._production))
         return await unless(work, *ends)
 
     async def restore(self) -> int:
-        """Continue from the run folder's last checkpoint; the step it was saved after, 0 without one."""
-        self.pace.saved(took_s=0.0)
+        """Continue from the run folder's last checkpoint; the step it was saved after, 0 without one.
+
+        A run without one begins with the weights that it is told to.
+        """
+        self.saver.pace.saved(took_s=0.0)
+        self._watching = asyncio.create_task(self.space.watch(), name="space of the run folder")
         found = self.checkpoints.latest(verify=False)  # the driver did so before anything started
         if found is None:
+            if (start := self.cfg.checkpoint.start_from) is not None:
+                await self.trainer.begin_from(start, optimizer=self.cfg.checkpoint.start_optimizer)
+                self.display.phase(f"beginning with the weights of {start}")
             return 0
         step, path = found
+        before = sampled_before(self.cfg.run_dir)
         await asyncio.gather(self.trainer.load(path), self.producer.load(str(path)))
-        self._saved = step
+        await self._tell_regenerated(before, step)
+        self.saver.step = step
         self.display.phase(f"continuing after step {step} from {path}")
         return step
+
+    async def _tell_regenerated(self, before: int, step: int) -> None:
+        """Record how many groups the run had sampled since the checkpoint of `step`: they are generated again."""
+        again = before - (await self.producer.counts()).sampled
+        if again > 0:
+            facts = {"count": again, "after": f"the run was continued after step {step}"}
+            await self.telemetry.log_incident(Incident.GROUPS_REGENERATED, facts)
 
     async def pause(self, step: int) -> None:
         """Stop production for the sync after `step`.
@@ -134,11 +185,13 @@ class Roles:
         """
         if self.cfg.eval_due(step):
             await self.evaluated()
+        self.load.paused = True
         await self.producer.pause(self.cfg.pause_mode(step, saving=self.save_due(step)))
 
     async def prepare(self, version: int) -> None:
         """Bring `version` close to the engines that will hold it. Production goes on, also if this fails."""
-        await self.broadcaster.prepare(version)
+        begun, self._preparing = self._preparing, None
+        await (begun or self.broadcaster.prepare(version))
         # Not at the same time: publishing is a collective of the ranks.
         if self.evaluation_broadcaster is not None and self.cfg.eval_due(version):
             await self.evaluation_broadcaster.prepare(version)
@@ -149,8 +202,9 @@ class Roles:
         Asked again for the same step, it gives the same answer, unless a stop came.
         """
         if step != self._asked_step:
-            self._asked_step, self._late = step, self.pace.due()
-        is_new = step > self._saved
+            late = self.saver.pace.due() and not self.saver.is_writing
+            self._asked_step, self._late = step, late
+        is_new = step > self.saver.step
         return self.stop.is_set() or (is_new and (self._late or self.cfg.save_due(step)))
 
     def swaps(self, step: int) -> bool:
@@ -181,14 +235,17 @@ class Roles:
         Where it resumes at once, the workers answer the canary prompt while they serve, and no batch is handed out
         before their answers are compared.
         """
-        cfg = self.cfg
-        at_once = not (cfg.placement == "colocate" or self.save_due(version) or cfg.eval_due(version))
+        at_once = not (self.cfg.eval_due(version) or self.finished(version))
         self._sync = await self.broadcaster.broadcast(version, check=not at_once)
         self._last[metrics.SYNC_S] = self._sync.seconds
 
     async def resume(self, version: int) -> None:
         """Let production go on with `version`; its sync is checked and recorded meanwhile."""
+        begin = time.monotonic()
         await self.producer.resume(version)
+        self.load.paused = False
+        if self._sync is not None:
+            self._sync = replace(self._sync, resume_s=time.monotonic() - begin)
         self._checking = asyncio.create_task(self._check(version), name=f"check of version {version}")
 
     async def _check(self, version: int) -> None:
@@ -203,8 +260,15 @@ class Roles:
         await self._record_sync(report)
 
     async def _record_sync(self, report: SyncReport | None) -> None:
-        if report is not None:
-            await self.telemetry.log_sync(report)
+        if report is None:
+            return
+        await self.telemetry.log_sync(report)
+        self._last[metrics.SYNC_BYTES] = report.nbytes
+        self._last[metrics.SYNC_SPARED_BYTES] = report.spared_nbytes
+        if report.transport_failed:
+            self._last[metrics.TRANSPORT_FAILED] = self._last.get(metrics.TRANSPORT_FAILED, 0) + 1
+            facts = {"version": report.version, "cause": report.transport_failed}
+            await self.telemetry.log_incident(Incident.TRANSPORT_FAILED, facts)
 
     async def _record(self, work: Coroutine[object, object, None]) -> None:
         """Let `work` record something while the loop goes on, after what is recorded already; raises what that did."""
@@ -213,22 +277,14 @@ class Roles:
             await before
 
     async def save(self, step: int) -> None:
-        """Write one checkpoint of the whole run. Production must be paused; what it froze is aborted."""
-        start = time.monotonic()
-        await self.producer.pause("abort")
-        folder = self.checkpoints.begin(step)
-        await asyncio.gather(self._save_trainer(folder), self.producer.save(str(folder), step))
-        self.checkpoints.commit(step)
-        self._saved = step
-        self.pace.saved(time.monotonic() - start)
+        """Take one checkpoint of the whole run, which is written meanwhile. Production must be paused."""
+        await self.gang.guard(lambda: self.saver.save(step))
 
-    async def _save_trainer(self, folder: Path) -> None:
-        """One call after the other: all are collectives."""
-        await self.trainer.save(folder)
-        if self.cfg.checkpoint.hf:
-            await self.trainer.save_hf(folder / HF)
-            if self.cfg.train.ema_decay is not None:
-                await self.trainer.save_hf(folder / HF_AVERAGE, ema=True)
+    async def saved(self) -> None:
+        """Wait until the last checkpoint is durable; one that was given up is taken again. Raises CheckpointError."""
+        await self.saver.written()
+        if self.saver.given_up:
+            await self.gang.guard(self.saver.take_again)
 
     async def engines_to_ranks(self, step: int) -> None:
         """Colocated: engines give the shared devices to the ranks. Production must be paused.
@@ -292,19 +348,36 @@ class Roles:
 
     async def finish(self, status: RunStatus, error: str | None) -> None:
         """Stop waiting for production and evaluation, write the report and show it, in whatever state the roles are."""
-        tasks = (self._production, self._evaluation, self._checking)
+        tasks = (
+            self._production,
+            self._evaluation,
+            self._preparing,
+            self._checking,
+            self._watching,
+            *self._deaths,
+        )
         background = [task for task in tasks if task is not None]
         for task in background:
             task.cancel()
         await asyncio.gather(*background, return_exceptions=True)
-        counts: GroupCounts | None = None
-        try:
-            counts = await self.producer.counts()
-        except Exception as cause:
-            # The run is over: what it measured must reach the disk, with or without the producer.
-            log.warning("the producer gave no final counts: %s", cause)
+        await self.saver.settle()
+        # The run is over: what it measured must reach the disk, with or without the others.
+        counts = await _bounded("the producer gave no final counts", self.producer.counts())
         if self._recording is not None:
-            await asyncio.gather(self._recording, return_exceptions=True)
-        await self._record_sync(self._sync)
+            await asyncio.wait({self._recording}, timeout=LAST_CALL_S)
+        await _bounded("the last sync is not recorded", self._record_sync(self._sync))
+        if counts is not None and not counts.sampled:
+            counts = None  # nothing was restored or begun: what the run counted before stands
         report = await self.telemetry.finish(status, error, counts)
         self.display.finish(report, self.cfg.run_dir)
+
+
+async def _bounded(failed: str, work: Awaitable[T]) -> T | None:
+    """Return the result of what is tried once more at the end, for LAST_CALL_S; None, with a warning, if it fails."""
+    try:
+        async with asyncio.timeout(LAST_CALL_S):
+            return await work
+    # A supervision boundary: what fails at the end must not hide why the run ends.
+    except Exception as error:
+        log.warning("%s: %s: %s", failed, type(error).__name__, error)
+        return None

@@ -14,9 +14,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import contextlib
 import json
-import logging
 import os
 import re
 import secrets
@@ -25,43 +23,31 @@ import shutil
 import signal
 import sys
 import time
-from collections import deque
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from types import FrameType
-from typing import TYPE_CHECKING, Any
 
 import psutil
 
-from jobs.arguments import TRIED, config_of, parser, python_path
+from jobs.arguments import TRIED, config_of, parser, settings_of
 from jobs.private_cluster import PrivateCluster
-from jobs.stopping import outlive_terminal, stop_signals, stopped, unless
+from jobs.submitted_job import Interrupts, SubmittedJob, say
 from raypost.config import Config
-from raypost.errors import ConfigError, RaypostError, StoppedError, WaitTimeoutError
+from raypost.errors import ConfigError, RaypostError
 from raypost.plan.plan import ClusterResources, bundles, check
 from raypost.report.files import CONFIG, REPORT_JSON
-
-if TYPE_CHECKING:
-    from ray.job_submission import JobDetails, JobSubmissionClient
 
 MACHINE_RESOURCES = ("CPU", "GPU")
 EXIT_REFUSED = 2
 STOP_WAIT_S = 90
 """Time a stopped driver has to save and to report before Ray kills it."""
-STOP_MARGIN_S = 15
-"""What Ray itself may take on top before it says that a stopped job has ended."""
-LOST_HEAD_TRIES = 5
 OBJECT_STORE_BYTES = 4 * 1024**3
 """Room for two versions of the weights of a model of 1 B parameters in bf16, taken only as it is used."""
-ENTRYPOINT_LINE = re.compile(r"Running entrypoint for job ")
-SETUP_LINE = re.compile(r"\d{4}-\d\d-\d\d [\d:,]+\t[A-Z]+ \S+\.py:\d+ -- ")
-"""What Ray writes into a driver's log: the first of the two when it starts it, but perhaps after its first lines."""
 
 
 def main(argv: list[str] | None = None) -> int:
     """Validate, then run. Returns the exit code."""
     args = arguments(argv)
+    args.overrides += [f"{key}={value}" for key, value in settings_of(args).items() if value]
     try:
         config = configured(args)
         resources = local_resources(config)
@@ -69,7 +55,7 @@ def main(argv: list[str] | None = None) -> int:
     except RaypostError as error:
         print(f"refused: {error}", file=sys.stderr, flush=True)
         return EXIT_REFUSED
-    _say(f"run {config.name}, written to {config.run_dir}")
+    say(f"run {config.name}, written to {config.run_dir}")
     module = f"{__package__}.{args.job or config.job}"
     driver = [sys.executable, "-m", module, "--config", str(args.config.resolve()), TRIED]
     named = ["--name", config.name, "--runs-dir", str(config.runs_dir)]
@@ -114,8 +100,8 @@ def run_on_private_cluster(
                 dashboard=True,
                 object_store_memory=min(OBJECT_STORE_BYTES, psutil.virtual_memory().total // 4),
             ) as cluster:
-                _say(f"Ray dashboard at {cluster.dashboard_url}, token {cluster.token}")
-                job = _Job(cluster, entrypoint, working_dir, submission_id, stop_wait_s)
+                say(f"Ray dashboard at {cluster.dashboard_url}, token {cluster.token}")
+                job = SubmittedJob(cluster, entrypoint, working_dir, submission_id, stop_wait_s)
                 code = asyncio.run(job.run(interrupts))
                 if code not in (0, EXIT_REFUSED) and interrupts.number is None:
                     _keep_logs(cluster, logs_dir)
@@ -128,174 +114,6 @@ def run_on_private_cluster(
             return 1
         except KeyboardInterrupt:
             return 128 + (interrupts.number or signal.SIGINT)
-
-
-class Interrupts:
-    """Catches the signals that stop a run. Each raises KeyboardInterrupt; inside `counted` it sets an event."""
-
-    def __init__(self) -> None:
-        """Catch nothing yet."""
-        self.number: int | None = None
-        """The last signal caught."""
-        self.first = asyncio.Event()
-        self.second = asyncio.Event()
-        self._loop: asyncio.AbstractEventLoop | None = None
-        self._before: dict[int, Any] = {}
-
-    def __enter__(self) -> Interrupts:
-        """Take the signals over."""
-        for number in stop_signals():
-            self._before[number] = signal.signal(number, self._caught)
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        """Give the signals back."""
-        for number, handler in self._before.items():
-            signal.signal(number, handler)
-
-    @contextlib.contextmanager
-    def counted(self) -> Iterator[None]:
-        """Set `first` at the first signal and `second` at the next, instead of raising."""
-        self._loop = asyncio.get_running_loop()
-        try:
-            yield
-        finally:
-            self._loop = None
-
-    def _caught(self, number: int, _: FrameType | None) -> None:
-        self.number = number
-        outlive_terminal(number)
-        if self._loop is None:
-            raise KeyboardInterrupt
-        self._loop.call_soon_threadsafe(self._count)
-
-    def _count(self) -> None:
-        (self.second if self.first.is_set() else self.first).set()
-
-
-@dataclass
-class DriverLog:
-    """Shows a driver's log, without what Ray writes there when it starts the driver."""
-
-    seen: int = 0
-    """Characters received."""
-    tail: deque[str] = field(default_factory=lambda: deque(maxlen=20))
-    _started: bool = False
-
-    def feed(self, text: str) -> None:
-        """Show what was added to the log."""
-        self.seen += len(text)
-        for line in text.splitlines(keepends=True):
-            if not self._started and ENTRYPOINT_LINE.match(line):
-                self._started = True
-                own = [one for one in self.tail if not SETUP_LINE.match(one)]
-                self.tail.clear()
-                self.tail.extend(own)
-                continue
-            if self._started or not SETUP_LINE.match(line):
-                sys.stdout.write(line)
-            if line.strip():
-                self.tail.append(line.rstrip())
-        sys.stdout.flush()
-
-
-@dataclass
-class _Job:
-    cluster: PrivateCluster
-    entrypoint: list[str]
-    working_dir: Path
-    id: str
-    stop_wait_s: int
-    failure: str | None = None
-    """What to say of it, once it has failed."""
-    _log: DriverLog = field(default_factory=DriverLog)
-
-    async def run(self, interrupts: Interrupts) -> int:
-        """Submit, follow, and stop at a signal. Returns the exit code; a second signal is a KeyboardInterrupt."""
-        with interrupts.counted():
-            client = self._client()
-            await asyncio.to_thread(self._submit, client)
-            try:
-                details = await unless(self._follow(client), stopped(interrupts.first, "a signal came"))
-            except StoppedError:
-                details = await self._stop(client, interrupts.second)
-            return self._exit_code(details, interrupts)
-
-    async def _stop(self, client: JobSubmissionClient, again: asyncio.Event) -> JobDetails:
-        """Stop the job and follow it to its end."""
-        _say(f"stopping: the job has {self.stop_wait_s} s to save and report; Ctrl-C again ends it at once")
-        await asyncio.to_thread(client.stop_job, self.id)
-        limit_s = self.stop_wait_s + STOP_MARGIN_S
-        try:
-            async with asyncio.timeout(limit_s):
-                return await unless(self._follow(client), stopped(again, "a second signal came"))
-        except StoppedError:
-            raise KeyboardInterrupt from None
-        except TimeoutError:
-            raise WaitTimeoutError(
-                f"job {self.id} did not stop within {limit_s} s; its cluster is ended"
-            ) from None
-
-    def _client(self) -> JobSubmissionClient:
-        from ray.job_submission import JobSubmissionClient
-
-        # What the client has to say about its own work is for its authors.
-        for handler in logging.getLogger("ray").handlers:
-            handler.setLevel(logging.ERROR)
-        headers = {"Authorization": f"Bearer {self.cluster.token}"}
-        # A proxy cannot reach loopback.
-        for name in ("NO_PROXY", "no_proxy"):
-            os.environ[name] = ",".join(filter(None, [os.environ.get(name), "127.0.0.1"]))
-        with _without_environ("RAY_ADDRESS", "RAY_API_SERVER_ADDRESS"):
-            return JobSubmissionClient(self.cluster.dashboard_url, headers=headers)
-
-    def _submit(self, client: JobSubmissionClient) -> None:
-        client.submit_job(
-            # exec: the signal of a stop then reaches the driver alone, not a shell around it.
-            entrypoint=f"cd {shlex.quote(str(self.working_dir))} && exec {shlex.join(self.entrypoint)}",
-            submission_id=self.id,
-            runtime_env={
-                "env_vars": {
-                    # On this machine nothing need travel: a folder may be large, and git may ignore what a run reads.
-                    "PYTHONPATH": python_path(self.working_dir),
-                    "RAY_JOB_STOP_WAIT_TIME_S": str(self.stop_wait_s),
-                },
-            },
-        )
-
-    async def _follow(self, client: JobSubmissionClient) -> JobDetails:
-        """Show the log until the job has ended, across lost connections."""
-        import aiohttp
-
-        failures = 0
-        while True:
-            try:
-                skip = self._log.seen
-                async for text in client.tail_job_logs(self.id):
-                    self._log.feed(text[skip:])
-                    skip = max(0, skip - len(text))
-                details = await asyncio.to_thread(client.get_job_info, self.id)
-                if details.status.is_terminal():
-                    return details
-            except (RuntimeError, OSError, aiohttp.ClientError) as error:
-                failures += 1
-                if failures >= LOST_HEAD_TRIES or not self.cluster.alive():
-                    tail = self.cluster.log_tail()
-                    raise RaypostError(f"lost the Ray head: {error}; its log ends with:\n{tail}") from error
-            await asyncio.sleep(0.5)
-
-    def _exit_code(self, details: JobDetails, interrupts: Interrupts) -> int:
-        from ray.job_submission import JobStatus
-
-        if details.status == JobStatus.SUCCEEDED:
-            return 0
-        if details.status == JobStatus.STOPPED:
-            _say("stopped")
-            return 128 + (interrupts.number or signal.SIGTERM)
-        code = details.driver_exit_code or 1
-        cause = self._log.tail[-1] if self._log.tail else (details.message or "no message").strip()
-        self.failure = f"failed (exit code {code}): {cause.removeprefix('failed: ')}"
-        return code
 
 
 def local_resources(config: Config) -> dict[str, float]:
@@ -327,12 +145,20 @@ def unfinished_run(runs_dir: Path, base: str) -> str:
     runs = [file for file in runs_dir.glob(f"*/{CONFIG}") if ours.fullmatch(file.parent.name)]
     for file in sorted(runs, key=lambda file: file.stat().st_mtime, reverse=True):
         report = file.with_name(REPORT_JSON)
-        if not report.exists() or json.loads(report.read_text()).get("status") != "finished":
+        if _status_in(report) != "finished":
             return file.parent.name
     raise ConfigError(
         f"--resume: {runs_dir} has no unfinished run of {base!r} ({len(runs)} finished): leave --resume out to begin "
         "one, or name one with --name and raise train.num_steps to train it on"
     )
+
+
+def _status_in(report: Path) -> str | None:
+    """Return the status that a report has; None where there is none that can be read."""
+    try:
+        return str(json.loads(report.read_text())["status"])
+    except (OSError, ValueError, LookupError, TypeError):
+        return None
 
 
 def _say_how_to_continue(config: Config, args: argparse.Namespace, *, finished: bool) -> None:
@@ -347,28 +173,19 @@ def _say_how_to_continue(config: Config, args: argparse.Namespace, *, finished: 
     command += args.overrides
     if finished:
         command.append(f"train.num_steps={2 * config.train.num_steps}")
-    _say(f"{'to train on' if finished else 'to continue'}: {shlex.join(command)}")
+    say(f"{'to train on' if finished else 'to continue'}: {shlex.join(command)}")
 
 
 def _keep_logs(cluster: PrivateCluster, folder: Path | None) -> None:
     if folder is None or not folder.is_dir():
         return
-    cluster.save_logs(folder / "ray_logs")
-    print(f"logs of every actor: {folder / 'ray_logs'}", file=sys.stderr, flush=True)
-
-
-@contextlib.contextmanager
-def _without_environ(*names: str) -> Iterator[None]:
-    """Hide variables that Ray obeys before any argument."""
-    before = {name: os.environ.pop(name) for name in names if name in os.environ}
     try:
-        yield
-    finally:
-        os.environ.update(before)
-
-
-def _say(text: str) -> None:
-    print(f"raypost: {text}", flush=True)
+        cluster.save_logs(folder / "ray_logs")
+        said = f"logs of every actor: {folder / 'ray_logs'}"
+    except OSError as error:
+        # Such as a full disk, which may be why the job failed: that cause is what has to be said.
+        said = f"not all logs of the actors could be kept in {folder / 'ray_logs'}: {error!s:.300}"
+    print(said, file=sys.stderr, flush=True)
 
 
 def arguments(argv: list[str] | None) -> argparse.Namespace:

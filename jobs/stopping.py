@@ -61,6 +61,12 @@ async def stopped(stop: asyncio.Event, message: str) -> NoReturn:
     raise StoppedError(message)
 
 
+async def watching(task: asyncio.Task[NoReturn]) -> NoReturn:
+    """Raise what ends a task that never returns, once it has ended; the task itself is left running."""
+    await asyncio.wait({task})
+    task.result()
+
+
 async def production_ended(production: asyncio.Task[None]) -> NoReturn:
     """Raise what ended production, once it has ended; the task itself is left running."""
     await asyncio.wait({production})

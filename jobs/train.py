@@ -40,7 +40,7 @@ async def train(cfg: Config, stop: asyncio.Event) -> None:
             if batch_ref is not None:
                 step += 1
                 metrics = await roles.trainer.fit(batch_ref, step)
-                await roles.producer.acknowledge(step)
+                await roles.acknowledge(step)
                 await roles.log(step, status, metrics)
             expired = batch_ref is None or status.status == ProduceBatchStatus.EXPIRED_BATCH
             if expired or cfg.sync_due(step) or stop.is_set():

@@ -14,6 +14,7 @@ from raypost.version import __version__
 if TYPE_CHECKING:
     from raypost.agent_loop.custom import LoopContext
     from raypost.agent_loop.environment import Environment, EnvironmentAgentLoop, Observation
+    from raypost.agent_loop.session import Session
     from raypost.agent_loop.single_turn import SingleTurnAgentLoop
     from raypost.collector import Collector, DialogTurn, collect
     from raypost.config import Config, TaskConfig, load_config, parse_config
@@ -33,17 +34,21 @@ if TYPE_CHECKING:
         RaypostError,
         StaleWeightsError,
         StoppedError,
+        ToolError,
         WaitTimeoutError,
         WeightError,
     )
     from raypost.ledger.ledger import Ledger
-    from raypost.protocols import AgentLoop, Generator, Judge, RolloutControl
     from raypost.types import (
+        AgentLoop,
         GenerateRequest,
         GenerateResult,
+        Generator,
         Group,
         GroupCounts,
+        Judge,
         ProduceBatchStatus,
+        RolloutControl,
         RolloutState,
         Sample,
         SampleParams,
@@ -85,12 +90,14 @@ __all__ = [
     "Sample",
     "SampleParams",
     "Score",
+    "Session",
     "SingleTurnAgentLoop",
     "StaleWeightsError",
     "Status",
     "StoppedError",
     "TaskConfig",
     "Tokenizer",
+    "ToolError",
     "WaitTimeoutError",
     "WeightError",
     "__version__",
@@ -102,6 +109,7 @@ __all__ = [
 _MODULES = {
     "raypost.agent_loop.custom": "LoopContext",
     "raypost.agent_loop.environment": "Environment EnvironmentAgentLoop Observation",
+    "raypost.agent_loop.session": "Session",
     "raypost.agent_loop.single_turn": "SingleTurnAgentLoop",
     "raypost.collector": "Collector DialogTurn collect",
     "raypost.config": "Config TaskConfig load_config parse_config",
@@ -109,14 +117,13 @@ _MODULES = {
     "raypost.data.tokenizer": "Tokenizer",
     "raypost.errors": (
         "AlignmentError BatchMemoryError CheckpointError ClusterError ConfigError EngineLostError JudgeError "
-        "LedgerError NoWorkersError ProductionError RaypostError StaleWeightsError StoppedError "
+        "LedgerError NoWorkersError ProductionError RaypostError StaleWeightsError StoppedError ToolError "
         "WaitTimeoutError WeightError"
     ),
     "raypost.ledger.ledger": "Ledger",
-    "raypost.protocols": "AgentLoop Generator Judge RolloutControl",
     "raypost.types": (
-        "GenerateRequest GenerateResult Group GroupCounts ProduceBatchStatus RolloutState Sample "
-        "SampleParams Score Status"
+        "AgentLoop GenerateRequest GenerateResult Generator Group GroupCounts Judge ProduceBatchStatus "
+        "RolloutControl RolloutState Sample SampleParams Score Status"
     ),
 }
 _MODULE_OF = {name: module for module, names in _MODULES.items() for name in names.split()}

@@ -7,7 +7,8 @@ import math
 import numpy as np
 
 from raypost.config import Config
-from raypost.types import GroupCounts, Span, SyncReport
+from raypost.observe.spans import Span
+from raypost.types import GroupCounts, SyncReport
 from tests.factories import make_config
 
 START_S = 1_700_000_000.0

@@ -17,9 +17,9 @@ CACHE = ".mypy_cache"
 MISTAKES = [
     (
         "jobs/train.py",
-        "await roles.producer.acknowledge(step)",
-        "await roles.producer.acknowlege(stpe=step)",
-        '"ProducerRole" has no attribute "acknowlege"; maybe "acknowledge"?  [attr-defined]',
+        "await roles.acknowledge(step)",
+        "await roles.acknowlege(stpe=step)",
+        '"Roles" has no attribute "acknowlege"; maybe "acknowledge"?  [attr-defined]',
     ),
     (
         "jobs/train.py",

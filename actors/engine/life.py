@@ -15,7 +15,6 @@ import os
 import select
 import signal
 import threading
-import time
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import Generic, NoReturn, Protocol, TypeVar
@@ -23,6 +22,7 @@ from typing import Generic, NoReturn, Protocol, TypeVar
 from actors.engine.cause import Outputs
 from raypost.config.engine import QUIET, EngineConfig
 from raypost.errors import RaypostError
+from raypost.observe.waits import waiting
 
 
 class AnyEngine(Protocol):
@@ -56,12 +56,13 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class EngineInfo:
-    """Where an engine runs, and the seconds its start took."""
+    """Where an engine runs, and what it has room for."""
 
     pid: int
     """Process of the worker."""
     engine_pids: list[int]
-    init_s: float
+    room: tuple[int, int] | None = None
+    """Sequences and tokens of keys and values that a rollout engine holds at once."""
 
 
 class OwnedProcess:
@@ -112,7 +113,7 @@ class EngineLife(Generic[EngineT]):
     async def build(self) -> EngineInfo:
         """Start an engine and warm it up. Raises RaypostError, and leaves nothing behind, if it does not come up."""
         os.environ.update(QUIET | os.environ | self._config.environment() | {OWNER: str(os.getpid())})
-        begin, outputs = time.monotonic(), Outputs()
+        outputs = Outputs()
         try:
             await asyncio.to_thread(self._hold)
             assert self.engine is not None, "made just now"
@@ -123,7 +124,7 @@ class EngineLife(Generic[EngineT]):
             self.discard()
             why = outputs.cause() or f"{error} (its log says more)"
             raise RaypostError(f"the engine of {self._name} did not start: {why}") from error
-        self.info = EngineInfo(os.getpid(), pids, time.monotonic() - begin)
+        self.info = EngineInfo(os.getpid(), pids)
         return self.info
 
     def _hold(self) -> None:
@@ -143,7 +144,8 @@ class EngineLife(Generic[EngineT]):
     async def alive(self, call: Awaitable[T]) -> T:
         """Await a call to the engine; end this process if the engine turns out to be dead."""
         try:
-            return await call
+            with waiting("its engine", outside="engine"):
+                return await call
         except Exception as error:
             self.check(f": {error}")
             raise

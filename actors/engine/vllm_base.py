@@ -63,6 +63,11 @@ class VllmEngine:
         self.vocab_size = int(self.llm.model_config.get_vocab_size())
         """The lowest number that is no token id: one from here on would end the engine."""
 
+    @property
+    def cache_tokens(self) -> int:
+        """Tokens whose keys and values the engine holds at once, as it says itself; 0: it does not say."""
+        return int(self.llm.vllm_config.cache_config.kv_cache_size_tokens or 0)
+
     async def process_ids(self) -> list[int]:
         """Return the ids of the engine's processes."""
         families = await self.llm.collective_rpc("process_ids")

@@ -2,18 +2,16 @@
 
     JudgeWorker -> GenerativeJudge -> LanguageModelPool.answer --(least loaded)--> LanguageModelWorker -> its engine
 
-Owns the model's tokenizer and how long an answer is waited for. Owns no verdict: that is the judge's. The weights come
+Owns the model's tokenizer. Owns no verdict: that is the judge's. The weights come
 from the model's folder and take no part in weight syncs.
 """
 
 from __future__ import annotations
 
-from actors.frozen.reward_model import TRIES
+from actors.frozen.pool import FrozenPool
 from actors.frozen.worker import FrozenWorker
-from actors.remote import ACTOR_ERRORS, RemotePool, within
 from raypost.config.engine import EngineConfig
 from raypost.data.tokenizer import Tokenizer
-from raypost.errors import JudgeError
 from raypost.judges.generative import message_ids
 
 MANY = {"answer": 64}
@@ -38,25 +36,13 @@ class LanguageModelWorker(FrozenWorker):
         return tokenizer.decode(generated)
 
 
-class LanguageModelPool:
+class LanguageModelPool(FrozenPool):
     """A LanguageModel over a pool of workers, for use inside another actor."""
 
     def __init__(self, workers: list[str], timeout_s: float) -> None:
-        """`workers`: names of LanguageModelWorker actors.
-
-        `timeout_s`: longest time an answer may take, a worker's restart included.
-        """
-        self._workers = list(workers)
-        self._timeout_s = timeout_s
-        self._pool = RemotePool(self._workers, timeout_s, tries=TRIES, many=MANY)
+        """`workers`: names of LanguageModelWorker actors; `timeout_s` as for FrozenPool."""
+        super().__init__(workers, timeout_s, MANY)
 
     async def answer(self, message: str, max_tokens: int, temperature: float) -> str:
         """Return the least loaded worker's answer. Raises RaypostError if none comes within the deadline."""
-        answering = self._pool.answer(message, max_tokens, temperature)
-        try:
-            text: str = await within(answering, self._timeout_s, f"one of {', '.join(self._workers)}")
-        except ACTOR_ERRORS as error:
-            raise JudgeError(
-                f"none of {', '.join(self._workers)} came back ({type(error).__name__})"
-            ) from error
-        return text
+        return str(await self._ask("answer", message, max_tokens, temperature))

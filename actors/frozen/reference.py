@@ -30,10 +30,10 @@ from actors.remote import ACTOR_ERRORS, within
 from raypost.config import Config
 from raypost.config.engine import EngineConfig
 from raypost.errors import RaypostError
-from raypost.packed import PackedGroups
-from raypost.spans import TRAIN, SpanLog
+from raypost.observe.spans import TRAIN, Span, SpanLog
 from raypost.trainer.batch.train_batch import Column, Limits, Sample, plan_batch
-from raypost.types import FloatArray, Ref, Span
+from raypost.types import FloatArray, Ref
+from raypost.types.packed import PackedGroups
 
 log = logging.getLogger(__name__)
 

@@ -2,17 +2,16 @@
 
     JudgeWorker -> RewardModelJudge -> RewardModelPool.score --(least loaded)--> RewardModelWorker.score -> its engine
 
-Owns the reward model's tokenizer and how long a score is waited for. Owns no reward: that is the judge's. The weights
-come from the model's folder and take no part in weight syncs. A worker that died is asked again once Ray has restarted
-it.
+Owns the reward model's tokenizer. Owns no reward: that is the judge's. The weights come from the model's folder and
+take no part in weight syncs.
 """
 
 from __future__ import annotations
 
 from dataclasses import replace
 
+from actors.frozen.pool import FrozenPool
 from actors.frozen.worker import FrozenWorker
-from actors.remote import ACTOR_ERRORS, RemotePool, within
 from raypost.config import Config, RewardModelConfig
 from raypost.config.engine import EngineConfig
 from raypost.errors import JudgeError
@@ -20,8 +19,6 @@ from raypost.judges.reward_model import RewardModelInput
 
 MANY = {"score": 64}
 """Scores that travel together at most: those of some eight groups."""
-TRIES = 60
-"""How often a score is asked for while workers are away: for a quarter of an hour, which no deadline reaches."""
 
 
 def reward_engine(config: Config, model: RewardModelConfig) -> EngineConfig:
@@ -49,25 +46,13 @@ class RewardModelWorker(FrozenWorker):
         return await self._life.alive(engine.score(ids))
 
 
-class RewardModelPool:
+class RewardModelPool(FrozenPool):
     """A RewardModel over a pool of workers, for use inside another actor."""
 
     def __init__(self, workers: list[str], timeout_s: float) -> None:
-        """`workers`: names of RewardModelWorker actors.
-
-        `timeout_s`: longest time a score may take, a worker's restart included.
-        """
-        self._workers = list(workers)
-        self._timeout_s = timeout_s
-        self._pool = RemotePool(self._workers, timeout_s, tries=TRIES, many=MANY)
+        """`workers`: names of RewardModelWorker actors; `timeout_s` as for FrozenPool."""
+        super().__init__(workers, timeout_s, MANY)
 
     async def score(self, prompt: str, response: str) -> float:
         """Return the least loaded worker's score. Raises RaypostError if none comes within the deadline."""
-        scoring = self._pool.score(prompt, response)
-        try:
-            score: float = await within(scoring, self._timeout_s, f"one of {', '.join(self._workers)}")
-        except ACTOR_ERRORS as error:
-            raise JudgeError(
-                f"none of {', '.join(self._workers)} came back ({type(error).__name__})"
-            ) from error
-        return score
+        return float(await self._ask("score", prompt, response))

@@ -10,7 +10,7 @@ import asyncio
 from typing import TYPE_CHECKING
 
 from actors.engine.life import EngineInfo, EngineLife
-from actors.remote import CallBatches
+from actors.many_calls import CallBatches
 from raypost.config.engine import EngineConfig
 
 if TYPE_CHECKING:

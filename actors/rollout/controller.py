@@ -1,118 +1,81 @@
 """RolloutController: the pool of rollout workers as one.
 
-Owns the pause gate of the pool, the state of every worker, the routing table, and bringing a dead worker back:
-restart (by Ray), start the engine, load the current weights, and only then serve. Owns no weights but the
-refs of the current version, kept so that a worker that comes back, or wakes without weights, can catch up. Requests
-do not pass here: routers (routing.py) send them to the workers of the table, and report those found dead.
+Owns the pause gate of the pool and what it holds; its workers, and those that die, are WorkerPool's (pool.py). Owns no
+weights but the refs of the current version, kept so that a worker that comes back, or wakes without weights, can catch
+up. Requests do not pass here: routers (routing.py) send them to the workers of the table, and report those found dead.
 
-    worker:  STARTING -> UP -> DOWN -> (engine started, current version loaded) -> UP
+A controller that died is started again, by Ray, and asks its workers what they are before it answers its first call
+(rebuild.py); their engines run on meanwhile, and so do their requests. Its refs of the weights died with it: `restock`
+gives them back, and whatever needs them waits for it. Every call is idempotent and made again by whoever made it.
 
-A pool that sleeps has given its devices to others: no engine is started meanwhile, so a worker that died comes back
-when the pool wakes, which is with the next `load_weights` or `resume`.
-
-Invariants: the table has no worker that is not UP, and its epoch grows with every change; an UP worker holds the
-pool's version, unless a swap is under way, or the pool sleeps, and then it sleeps too; between `pause` and `resume` no
-worker generates, whatever the mode, not even one that was reported dead and is alive; a request that comes is an
-"abort" without tokens, however old the table is by which it came, because every worker's gate is closed; none generates
-with the old version once a swap has returned. Pause, sleep, resume, swap, weight loads and a worker's return take one
-lock, so a worker that comes back in the middle of a sync cannot serve old weights; it comes back paused, or serving, as
-the others do. A request that was frozen in a dead worker is an "abort" without
-tokens too. Which pause overrules which is decided by the workers alone; the pool knows the mode in force from their
-answers.
+Invariants: an UP worker holds the pool's version, unless a swap is under way, or the pool sleeps, and then it sleeps
+too; between `pause` and `resume` no worker generates, whatever the mode, not even one that was reported dead and is
+alive; a request that comes is an "abort" without tokens, however old the table is by which it came, because every
+worker's gate is closed; none generates with the old version once a swap has returned. Pause, sleep, resume, swap,
+weight loads and a worker's return take one lock, so a worker that comes back in the middle of a sync cannot serve old
+weights; it comes back paused, or serving, as the others do. A request that was frozen in a dead worker is an "abort"
+without tokens too. Which pause overrules which is decided by the workers alone; the pool knows the mode in force from
+their answers.
 """
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
-import itertools
 import logging
 import time
-from collections.abc import Awaitable
-from dataclasses import dataclass, field
-from enum import StrEnum
-from typing import Any
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import replace
 
 import ray
 from ray.actor import ActorHandle
 
-from actors.engine.life import EngineInfo
-from actors.remote import CallBatches, within
-from actors.rollout.routing import GONE, TABLE_S, Route, RoutingTable
+from actors.remote import Watched, deaths, within
+from actors.rollout.member import PoolWorker, WorkerState
+from actors.rollout.pool import WorkerPool
+from actors.rollout.rebuild import ask_all, living_kin, once_known, pool_of
+from actors.rollout.routing import LIFE
+from actors.rollout.status import Held, SentWeights
 from raypost.config import RolloutConfig
-from raypost.errors import (
-    NoWorkersError,
-    RaypostError,
-    StaleWeightsError,
-    WaitTimeoutError,
-    WeightError,
-)
-from raypost.pause import PauseDeadlines, PauseMode
-from raypost.types import FloatArray, IntArray, Ref, Span, WeightReport, WorkerStats
+from raypost.errors import NotStagedError, RaypostError, StaleWeightsError, WeightError
+from raypost.types import FloatArray, IntArray, PoolHolds, Ref, WeightReport
+from raypost.types.pause import PauseMode
 from raypost.weights.manifest import Bytes, Manifest
+from raypost.weights.seats import Member, Seats
 
 log = logging.getLogger(__name__)
 
-RECOVERY_TRIES = 5
 
-
-class WorkerState(StrEnum):
-    """The state of a worker in the pool."""
-
-    STARTING = "starting"
-    UP = "up"
-    DOWN = "down"
-
-
-@dataclass(slots=True)
-class PoolWorker:
-    """A worker and its state, as the pool knows them."""
-
-    name: str
-    handle: ActorHandle
-    state: WorkerState = WorkerState.STARTING
-    incarnation: int = 0
-    """How often it was brought back."""
-    recovering: asyncio.Task[None] | None = None
-    closing: asyncio.Task[None] | None = None
-    """Closes its gate, in case it is only out of reach of whoever reported it dead."""
-    starting: bool = False
-    """Whether it may have an engine although it is not UP: it is on its way back."""
-
-
-@dataclass(slots=True, frozen=True)
-class _Weights:
-    manifest: Manifest
-    buckets: list[Ref[Bytes]] = field(repr=False)
-
-
-class RolloutController(CallBatches):
+class RolloutController(WorkerPool, Watched):
     """Says which workers serve, and keeps the pool on one version."""
 
     def __init__(
-        self, workers: dict[str, ActorHandle], rollout: RolloutConfig, sync_timeout_s: float
+        self,
+        workers: Mapping[str, str],
+        rollout: RolloutConfig,
+        sync_timeout_s: float,
+        canary_tolerance: float | None = None,
+        find: Callable[[str], ActorHandle] = ray.get_actor,
+        incarnation: int | None = None,
+        kin: Callable[[Collection[str]], Mapping[str, bool]] = living_kin,
     ) -> None:
-        """`sync_timeout_s`: longest time all workers may take to load one version."""
-        super().__init__()
-        self._rollout = rollout
+        """`sync_timeout_s`: longest time all workers may take to load one version. The rest: see WorkerPool.
+
+        `kin`: see living_kin, for a controller that was started again. `canary_tolerance`: of logprobs of a worker that
+        comes in, beside those of the others.
+        """
+        super().__init__(workers, rollout, find, deaths() if incarnation is None else incarnation)
+        self._kin = kin
+        self._actors = tuple(workers.values())
+        self._canary_tolerance = canary_tolerance
+        self._canary: tuple[int | None, IntArray, FloatArray] | None = None
+        """A version, a prompt, and the logprobs that the workers gave it."""
         self._sync_timeout_s = sync_timeout_s
-        self._workers = [PoolWorker(name, handle) for name, handle in workers.items()]
-        self._weights: _Weights | None = None
-        self._staged: _Weights | None = None
-        self._deadlines = PauseDeadlines(rollout.pause_timeout_s)
-        self._paused = True
-        self._mode: PauseMode | None = None
-        """Of the pause in force or under way, as the workers say."""
+        self._weights: SentWeights | None = None
+        self._staged: SentWeights | None = None
+        self._held: Held | None = None
+        """What the workers hold, while the controller that was started again lacks the weights."""
         self._pausing = False
         """Whether the lock is held by a pause."""
-        self._asleep = False
-        """True from the call of `sleep` on: no engine is started."""
-        self._failure: str | None = None
-        """Why no worker will come any more."""
-        self._watching: asyncio.Task[None] | None = None
-        self._control = asyncio.Lock()
-        self._changed = asyncio.Condition()
-        self._table = self._table_of_epoch(0)
 
     def __repr__(self) -> str:
         """Return the role's name."""
@@ -120,67 +83,73 @@ class RolloutController(CallBatches):
 
     @property
     def _version(self) -> int | None:
-        return None if self._weights is None else self._weights.manifest.version
+        held = self._holding
+        return None if held is None else held.version
 
-    async def start(self) -> list[EngineInfo]:
-        """Start all engines at once. A worker that dies meanwhile starts again, RECOVERY_TRIES times at most.
+    @property
+    def _holding(self) -> Held | None:
+        if self._weights is None:
+            return self._held
+        manifest = self._weights.manifest
+        return Held(manifest.version, manifest.digest, manifest.epoch)
 
-        Raises the first failing worker's error, or WaitTimeoutError.
-        """
-        infos = await asyncio.gather(*(self._start_first(worker) for worker in self._workers))
+    # ---------------------------------------------------------------- started again
+
+    async def _rebuild(self) -> None:
+        known = {worker.name for worker in self._workers}
+        waiting: list[PoolWorker] = []
+        for name, has_process in self._kin(self._actors).items():
+            if name not in known and (handle := self._found(name)) is not None:
+                joined = PoolWorker(name, handle, incarnation=self._incarnation * LIFE)
+                (self._workers if has_process else waiting).append(joined)
+        statuses = await ask_all(self._workers, self._rollout.liveness_timeout_s)
+        found = pool_of(statuses)
+        self._paused, self._mode, self._asleep = found.paused, found.mode, found.asleep
+        self._held = found.held
         for worker in self._workers:
-            worker.state = WorkerState.UP
+            if worker.name in found.up:
+                worker.found(statuses[worker.name])
+            else:
+                self._take_out(worker)
+        for worker in waiting:
+            await self._request(worker)
+        log.warning("the controller is back and found its pool: %s", found)
         await self._notify()
-        self._watching = asyncio.create_task(self._watch(), name="watch the workers")
-        return infos
+        self._watch_workers()
 
-    async def _start_first(self, worker: PoolWorker) -> EngineInfo:
-        for attempt in range(1, RECOVERY_TRIES + 1):
-            try:
-                return await self._start_engine(worker)
-            except GONE as error:
-                died = error
-                log.warning(
-                    "%s died while its engine started (try %d of %d): %s",
-                    worker.name, attempt, RECOVERY_TRIES, type(error).__name__,
-                )  # fmt: skip
-                await asyncio.sleep(min(30.0, 0.5 * 2**attempt))
-        raise RaypostError(
-            f"{worker.name} died {RECOVERY_TRIES} times while its engine started ({type(died).__name__}): its log says "
-            "more, and the system's log whether memory ran out"
-        ) from died
+    @once_known
+    async def restock(self, manifest: Manifest, buckets: list[Ref[Bytes]]) -> None:
+        """Take the weights of a version that is out, or prepared, in case this controller was started again.
 
-    # ---------------------------------------------------------------- routing
+        A pool that holds another one keeps it. Not behind the lock: what holds it may wait for them. Idempotent.
+        """
+        held = Held(manifest.version, manifest.digest, manifest.epoch)
+        if self._weights is None and self._held in (None, held):
+            self._weights = SentWeights(manifest, buckets)
+            if self._held is None and not self._asleep:
+                # All engines died with the controller, and those that are back already came back without weights.
+                for worker in self._workers:
+                    await self._lost(worker, "it holds no weights")
+        elif self._version is not None and manifest.version > self._version:
+            await self.stage_weights(manifest, buckets)
+        await self._notify()
 
-    async def routes(self, known: int) -> RoutingTable:
-        """Return the routing table once its epoch is above `known`, or as it is after TABLE_S."""
+    async def _until_supplied(self) -> None:
         async with self._changed:
-            newer = self._changed.wait_for(lambda: self._table.epoch > known)
-            with contextlib.suppress(WaitTimeoutError):
-                await within(newer, TABLE_S, f"a routing table after epoch {known}")
-        return self._table
+            await self._changed.wait_for(lambda: self._held is None or self._weights is not None)
 
-    async def report(self, worker: str, incarnation: int, error: str) -> None:
-        """Take note that a router found a worker dead. What it says of a former incarnation is known already."""
-        for one in self._workers:
-            if (one.name, one.incarnation) == (worker, incarnation):
-                await self._lost(one, error)
-
-    def _table_of_epoch(self, epoch: int) -> RoutingTable:
-        up = (worker for worker in self._workers if worker.state is WorkerState.UP)
-        return RoutingTable(
-            epoch=epoch,
-            paused=self._paused,
-            up=tuple(Route(worker.name, worker.incarnation, worker.handle) for worker in up),
-            states=", ".join(f"{worker.name} is {worker.state}" for worker in self._workers),
-            failure=self._failure,
-        )
-
-    async def _notify(self) -> None:
-        """Push the table to all routers, and wake what waits here."""
+    async def _until_staged(self, version: int) -> None:
+        """Wait for what `restock` brings; nothing does where the controller was not started again."""
+        if self._incarnation == 0:
+            return
         async with self._changed:
-            self._table = self._table_of_epoch(self._table.epoch + 1)
-            self._changed.notify_all()
+            staged = self._changed.wait_for(
+                lambda: (
+                    self._version == version
+                    or (self._staged is not None and self._staged.manifest.version == version)
+                )
+            )
+            await within(staged, self._sync_timeout_s, f"version {version} to be staged again")
 
     # ---------------------------------------------------------------- pause, weights, resume
 
@@ -191,6 +160,7 @@ class RolloutController(CallBatches):
         they run to their end, or are aborted after half of `pause_timeout_s`. A stricter mode (wait < keep <
         abort) overrules the pause in force, one under way included; a gentler one changes nothing.
         """
+        await self.know()
         self._paused = True
         await self._notify()
         if self._pausing:
@@ -215,6 +185,7 @@ class RolloutController(CallBatches):
         """Wait for the gates of workers that were reported dead and may be alive."""
         await asyncio.gather(*(worker.closing for worker in self._workers if worker.closing is not None))
 
+    @once_known
     async def sleep(self, keep_weights: bool) -> None:
         """Give the engines' devices to others until the next `load_weights` or `resume`, which wake what they need.
 
@@ -245,15 +216,25 @@ class RolloutController(CallBatches):
                 none_starts, self._rollout.start_timeout_s, f"{names} to come back before the pool sleeps"
             )
 
+    @once_known
     async def resume(self, version: int) -> None:
         """Engines first, gate last. A pool that sleeps wakes, with the weights it has or last loaded.
 
-        Raises StaleWeightsError unless the pool holds `version`. Idempotent.
+        A controller that was started again may find engines with the version before only, those with `version` having
+        died, too: these load it first. Raises StaleWeightsError unless the pool holds `version`. Idempotent.
         """
+        if self._asleep:
+            await within(self._until_supplied(), self._sync_timeout_s, f"the weights of version {version}")
+        if self._version is not None and self._version < version:
+            await self._until_staged(version)
         async with self._control:
-            if version != self._version:
-                raise StaleWeightsError(f"cannot serve version {version}: the pool holds {self._version}")
-            if self._asleep:
+            is_behind = version != self._version
+            if is_behind:
+                staged = self._staged if self._incarnation else None
+                if staged is None or staged.manifest.version != version:
+                    raise StaleWeightsError(f"cannot serve version {version}: the pool holds {self._version}")
+                self._weights, self._staged, self._held = staged, None, None
+            if self._asleep or is_behind:
                 await self._load_every_up()
             await self._on_every_up("resume", self._rollout.pause_timeout_s, version)
             self._paused = False
@@ -261,33 +242,62 @@ class RolloutController(CallBatches):
             self._asleep = False
         await self._notify()
 
+    @once_known
     async def stage_weights(self, manifest: Manifest, buckets: list[Ref[Bytes]]) -> None:
         """Bring a version close to every live engine while requests run, so that `load_weights` takes less time.
 
         A worker that dies meanwhile, or is not there yet, needs nothing but `load_weights`. Raises WeightError if
         what arrived differs.
         """
-        await self._on_every_up("stage_weights", self._sync_timeout_s, manifest, *buckets)
-        self._staged = _Weights(manifest, buckets)
+        staged = SentWeights(manifest, buckets)
+        await self._with_weights("stage_weights", staged)
+        self._staged = staged
 
+    @once_known
+    async def members(self) -> list[Member]:
+        """Return the workers that are UP, as parts of a broadcast group."""
+        seats = dict(await self._on_every_up("seat", self._deadlines.pool_s, named=True))
+        return [
+            Member(one.name, one.incarnation, *seats[one.name])
+            for one in self._workers
+            if one.name in seats and one.state is WorkerState.UP
+        ]
+
+    @once_known
+    async def receive_weights(self, manifest: Manifest, buckets: list[Ref[Bytes]], seats: Seats) -> None:
+        """As `stage_weights`, by a broadcast group; `buckets` are for workers that come later, or start again.
+
+        Raises WeightError if a worker could not take part, or what arrived differs.
+        """
+        await self._on_every_up("receive_weights", self._sync_timeout_s, manifest, seats)
+        self._staged = SentWeights(manifest, buckets, received=True)
+
+    @once_known
     async def swap(self, version: int) -> None:
         """Change the pool to a version that `stage_weights` brought: one call to each worker, which goes on by itself.
 
-        Open requests freeze and go on with the new version. A worker that dies meanwhile catches up when it is back.
-        Idempotent. Raises StaleWeightsError unless `version` is staged, RaypostError if the pool is paused, and
+        Open requests freeze and go on with the new version; a pool that is paused serves afterwards. A worker that dies
+        meanwhile catches up when it is back. Idempotent. Raises StaleWeightsError unless `version` is staged, and
         WeightError if a worker holds something else than was sent; its gate stays closed then.
         """
+        await self._until_staged(version)
         async with self._control:
             if version == self._version and not self._paused:
                 return
-            if self._paused:
-                raise RaypostError(f"the pool is paused: load version {version} and resume instead")
-            if self._staged is None or self._staged.manifest.version != version:
-                raise StaleWeightsError(f"cannot swap to version {version}: stage it first")
-            self._weights, self._staged = self._staged, None
-            await self._load_every_up("swap")
+            if version != self._version:
+                if self._staged is None or self._staged.manifest.version != version:
+                    raise StaleWeightsError(f"cannot swap to version {version}: stage it first")
+                self._weights, self._staged, self._held = self._staged, None, None
+            if self._weights is None:
+                await self._on_every_up("resume", self._rollout.pause_timeout_s, version)
+            else:
+                await self._load_every_up("swap")
             await self._until_closed()
+            was_paused, self._paused, self._mode = self._paused, False, None
+        if was_paused:
+            await self._notify()
 
+    @once_known
     async def load_weights(self, manifest: Manifest, buckets: list[Ref[Bytes]]) -> list[WeightReport]:
         """Load a version into every live worker; return what each says it holds afterwards. A pool that sleeps wakes.
 
@@ -296,7 +306,9 @@ class RolloutController(CallBatches):
         """
         deadline = time.monotonic() + self._sync_timeout_s
         async with self._control:
-            self._weights, self._staged = _Weights(manifest, buckets), None
+            staged = self._staged
+            received = staged is not None and staged.manifest == manifest and staged.received
+            self._weights, self._staged, self._held = SentWeights(manifest, buckets, received), None, None
             self._asleep = False
         await self._notify()
         while True:
@@ -306,27 +318,45 @@ class RolloutController(CallBatches):
                 return reports
             await self._until_one_is_up(deadline)
 
-    async def _until_one_is_up(self, deadline: float) -> None:
-        """Raise NoWorkersError if none comes by `deadline`, or none ever will."""
-        async with self._changed:
-            some = self._changed.wait_for(lambda: self._table.up or self._failure is not None)
-            waiting_for = f"a rollout worker: {self._table.states}"
-            try:
-                await within(some, max(0.0, deadline - time.monotonic()), waiting_for)
-            except WaitTimeoutError as error:
-                raise NoWorkersError(str(error)) from error
-        if not self._table.up:
-            raise NoWorkersError(str(self._failure))
+    @once_known
+    async def holds(self) -> PoolHolds | None:
+        """Return what the engines hold and whether they serve it; None before the first version."""
+        held = self._holding
+        if held is None:
+            return None
+        return PoolHolds(held.version, held.digest, serving=not self._paused, asleep=self._asleep)
+
+    @once_known
+    async def renew_weights(self, manifest: Manifest, buckets: list[Ref[Bytes]]) -> bool:
+        """Take these buckets for those of the version that is held, which are gone with their trainer.
+
+        Returns whether they are that version, bitwise; if not, nothing changed. Engines that hold it are not asked.
+        """
+        async with self._control:
+            held = self._holding
+            if held is None or (manifest.version, manifest.digest) != (held.version, held.digest):
+                return False
+            self._weights = SentWeights(replace(manifest, epoch=held.epoch), buckets)
+        await self._notify()
+        return True
 
     async def _load_every_up(self, method: str = "load_weights") -> list[WeightReport]:
         """Load the pool's version into the workers that hold another or none."""
         assert self._weights is not None, "the pool has a version"
         sent = self._weights
-        reports = await self._on_every_up(method, self._sync_timeout_s, sent.manifest, *sent.buckets)
+        reports = await self._with_weights(method, sent)
         for report in reports:
             self._verify(report)
         return reports
 
+    async def _with_weights(self, method: str, sent: SentWeights) -> list[WeightReport]:
+        """Call every live worker with a version: with all of its buckets only if one lacks some of those left out."""
+        try:
+            return await self._on_every_up(method, self._sync_timeout_s, sent.manifest, *sent.least)
+        except NotStagedError:
+            return await self._on_every_up(method, self._sync_timeout_s, sent.manifest, *sent.buckets)
+
+    @once_known
     async def canary(self, prompt_ids: IntArray) -> list[tuple[str, FloatArray]]:
         """Return (worker, logprobs of the prompt's tokens) for every live worker, also while paused.
 
@@ -337,7 +367,10 @@ class RolloutController(CallBatches):
                 raise RaypostError(
                     "the pool sleeps and others use its devices: load a version, or resume it, first"
                 )
-            return await self._on_every_up("canary", self._sync_timeout_s, prompt_ids, named=True)
+            answers = await self._on_every_up("canary", self._sync_timeout_s, prompt_ids, named=True)
+            if answers:
+                self._canary = self._version, prompt_ids, answers[0][1]
+            return answers
 
     def _verify(self, report: WeightReport) -> None:
         assert self._weights is not None, "weights are verified only after they were set"
@@ -348,154 +381,14 @@ class RolloutController(CallBatches):
                 f"{sent.version} with digest {sent.digest} was sent"
             )
 
-    async def _on_every_up(self, method: str, timeout_s: float, *args: Any, named: bool = False) -> list[Any]:
-        """Call every UP worker. Those that died are recovered; other errors are raised after all calls ended."""
-        up = [worker for worker in self._workers if worker.state is WorkerState.UP]
-        calls = [
-            within(getattr(worker.handle, method).remote(*args), timeout_s, f"{worker.name}.{method}")
-            for worker in up
-        ]
-        outcomes = await asyncio.gather(*calls, return_exceptions=True)
-        results, errors = [], []
-        for worker, outcome in zip(up, outcomes, strict=True):
-            if isinstance(outcome, GONE):
-                await self._lost(worker, type(outcome).__name__)
-            elif isinstance(outcome, BaseException):
-                errors.append(outcome)
-            else:
-                results.append((worker.name, outcome) if named else outcome)
-        if errors:
-            raise errors[0]
-        return results
-
-    # ---------------------------------------------------------------- death and return
-
-    async def _watch(self) -> None:
-        """Ask all workers again and again whether they are alive."""
-        while True:
-            await asyncio.sleep(self._rollout.liveness_timeout_s / 4)
-            up = [worker for worker in self._workers if worker.state is WorkerState.UP]
-            await asyncio.gather(*(self._ping(worker) for worker in up))
-
-    async def _ping(self, worker: PoolWorker) -> None:
-        incarnation, limit_s = worker.incarnation, self._rollout.liveness_timeout_s
-        try:
-            # A worker finds out about its engine by itself, and ends.
-            await self._answer_of(worker, 1.5 * limit_s)
-        except GONE as error:
-            if worker.incarnation == incarnation:
-                await self._lost(worker, type(error).__name__)
-        except WaitTimeoutError as error:
-            if worker.incarnation == incarnation and worker.state is WorkerState.UP:
-                ray.kill(worker.handle, no_restart=False)
-                await self._lost(worker, str(error))
-
-    async def _answer_of(self, worker: PoolWorker, within_s: float) -> None:
-        """Wait until a worker says that it is alive. Asked twice, as an engine is: see EngineLife.answers."""
-        try:
-            await within(worker.handle.ping.remote(), within_s, f"{worker.name} to say that it is alive")
-        except WaitTimeoutError:
-            what = f"{worker.name} to say that it is alive, after {within_s:.0f} s in which it did not"
-            await within(worker.handle.ping.remote(), within_s / 4, what)
-
-    async def _lost(self, worker: PoolWorker, error: str) -> None:
-        if worker.state is not WorkerState.UP:
-            return
-        worker.state = WorkerState.DOWN
-        log.warning("%s is gone (%s); it restarts and catches up before it serves", worker.name, error)
-        worker.closing = asyncio.create_task(self._close(worker), name=f"close {worker.name}")
-        worker.recovering = asyncio.create_task(self._recover(worker), name=f"recover {worker.name}")
-        await self._notify()
-
-    async def _close(self, worker: PoolWorker) -> None:
-        """Close the gate of a worker that may be alive. A router with an older table could still reach it."""
-        pause = worker.handle.pause.remote(self._mode or "abort")
-        try:
-            await within(pause, self._deadlines.pool_s, f"{worker.name} to pause")
-        except GONE:
-            return
-        except WaitTimeoutError as error:
-            log.warning("%s is not known to have stopped: %s", worker.name, error)
-
-    async def _recover(self, worker: PoolWorker) -> None:
-        """Bring a worker back, with the pool's version. Gives up after RECOVERY_TRIES."""
-        for attempt in range(1, RECOVERY_TRIES + 1):
-            try:
-                await self._bring_back(worker)
-                log.warning("%s serves version %s again", worker.name, self._version)
-                return
-            # Any error: one that ended this task would leave the pool waiting for the worker.
-            except Exception as error:
-                log.warning(
-                    "%s did not come back (try %d of %d): %s", worker.name, attempt, RECOVERY_TRIES, error
-                )
-                await asyncio.sleep(min(30.0, 0.5 * 2**attempt))
-        log.error("%s stays out of the pool after %d tries", worker.name, RECOVERY_TRIES)
-        if not any(w.state is WorkerState.UP or (w is not worker and w.recovering) for w in self._workers):
-            self._failure = f"no rollout worker is left: {worker.name} did not come back"
-        worker.recovering = None
-        await self._notify()
-
-    async def _bring_back(self, worker: PoolWorker) -> None:
-        await self._until_awake(worker)
-        worker.starting = True
-        try:
-            await self._start_engine(worker)
-            async with self._control:
-                await self._catch_up(worker)
-                worker.incarnation += 1
-                worker.state = WorkerState.UP
-        finally:
-            worker.starting = False
-            await self._notify()
-
-    async def _until_awake(self, worker: PoolWorker) -> None:
-        # Without a deadline: the devices are given away for as long as the trainer needs them.
-        if self._asleep:
-            log.warning("%s comes back when the pool wakes: others use its device", worker.name)
-        async with self._changed:
-            await self._changed.wait_for(lambda: not self._asleep)
-
-    async def _start_engine(self, worker: PoolWorker) -> EngineInfo:
-        timeout_s = self._rollout.start_timeout_s
-        start: Awaitable[EngineInfo] = worker.handle.start.remote()
-        return await within(start, timeout_s, f"the engine of {worker.name} to start")
-
     async def _catch_up(self, worker: PoolWorker) -> None:
         # Also while the pool serves: a worker that was only out of reach may still serve another version.
-        pause = worker.handle.pause.remote(self._mode or "abort")
-        await within(pause, self._deadlines.pool_s, f"{worker.name} to pause")
+        await worker.call("pause", self._deadlines.pool_s, "to pause", self._mode or "abort")
         if self._weights is None:
             return
-        load = worker.handle.load_weights.remote(self._weights.manifest, *self._weights.buckets)
-        self._verify(await within(load, self._sync_timeout_s, f"{worker.name} to catch up"))
+        weights = self._weights.manifest, *self._weights.buckets
+        self._verify(await worker.call("load_weights", self._sync_timeout_s, "to catch up", *weights))
+        if self._canary is not None and self._canary[0] == self._version and self._canary_tolerance:
+            await worker.compare(*self._canary[1:], self._canary_tolerance, self._sync_timeout_s)
         if not self._paused:
-            resume = worker.handle.resume.remote(self._version)
-            await within(resume, self._rollout.pause_timeout_s, f"{worker.name} to resume")
-
-    # ---------------------------------------------------------------- what can be seen
-
-    async def states(self) -> dict[str, str]:
-        """Return the state of every worker by name."""
-        return {worker.name: str(worker.state) for worker in self._workers}
-
-    async def stats(self) -> list[WorkerStats]:
-        """Return the statistics of the live workers."""
-        return await self._on_every_up("stats", self._rollout.pause_timeout_s)
-
-    async def drain_spans(self) -> list[Span]:
-        """Return the intervals in which each live worker had requests, since the last call."""
-        spans = await self._on_every_up("drain_spans", self._rollout.pause_timeout_s)
-        return list(itertools.chain.from_iterable(spans))
-
-    async def shutdown(self) -> None:
-        """End recoveries and engines. Workers that do not answer are killed by the caller."""
-        if self._watching is not None:
-            self._watching.cancel()
-        for worker in self._workers:
-            if worker.recovering is not None:
-                worker.recovering.cancel()
-        await asyncio.gather(
-            *(within(w.handle.shutdown.remote(), 10, f"{w.name} to shut down") for w in self._workers),
-            return_exceptions=True,
-        )
+            await worker.call("resume", self._rollout.pause_timeout_s, "to resume", self._version)

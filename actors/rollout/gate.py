@@ -1,7 +1,7 @@
 """EngineGate: which requests are in the engine of one rollout worker, and how a pause stops them.
 
 Owns the gate in front of the engine, the mode of the pause in force and the wait for the requests that it ends. The
-way of a pause to this place is drawn in raypost/pause.py.
+way of a pause to this place is drawn in raypost/types/pause.py.
 """
 
 from __future__ import annotations
@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING
 
 from actors.engine.life import EngineLife
 from raypost.errors import WaitTimeoutError
-from raypost.pause import PauseDeadlines, PauseMode, stricter
-from raypost.spans import ROLLOUT, SpanLog
-from raypost.types import Span
+from raypost.observe.spans import ROLLOUT, Span, SpanLog
+from raypost.types import Work
+from raypost.types.pause import PauseDeadlines, PauseMode, stricter
 
 if TYPE_CHECKING:
     from actors.rollout.vllm_engine import RolloutEngine
@@ -30,22 +30,28 @@ class OpenRequests:
 
     def __init__(self, worker: str) -> None:
         """Begin without a request."""
-        self._names: dict[int, str] = {}
-        self._count = 0
+        self._open: dict[int, tuple[str, int]] = {}
+        self._count = self._tokens = 0
         self._frozen = False
         self._spans = SpanLog(worker)
         self._busy_since: float | None = None
+        self._request_s, self._counted_s = 0.0, time.monotonic()
         self.idle = asyncio.Event()
         """Set while no request is open, frozen or not."""
         self.idle.set()
 
     def __len__(self) -> int:
         """Return how many requests are open."""
-        return len(self._names)
+        return len(self._open)
 
     def __str__(self) -> str:
         """Return their number and the first names."""
-        return f"{len(self)} requests: {', '.join(list(self._names.values())[:5])}"
+        return f"{len(self)} requests: {', '.join([name for name, _ in self._open.values()][:5])}"
+
+    @property
+    def work(self) -> Work:
+        """How many are open, and the tokens that they may come to."""
+        return Work(len(self), self._tokens)
 
     @property
     def frozen(self) -> bool:
@@ -54,6 +60,7 @@ class OpenRequests:
 
     @frozen.setter
     def frozen(self, frozen: bool) -> None:
+        self._count_time()
         self._frozen = frozen
         self._account()
 
@@ -62,10 +69,12 @@ class OpenRequests:
         """How many the engine works on; 0 while frozen."""
         return 0 if self.frozen else len(self)
 
-    def enter(self, name: str) -> int:
-        """Count a request in; return the ticket with which it leaves. Names may repeat."""
+    def enter(self, name: str, tokens: int = 0) -> int:
+        """Count a request of at most so many tokens in; return the ticket with which it leaves. Names may repeat."""
+        self._count_time()
         self._count += 1
-        self._names[self._count] = name
+        self._open[self._count] = name, tokens
+        self._tokens += tokens
         self.idle.clear()
         if self._busy_since is None:
             self._account()
@@ -73,10 +82,22 @@ class OpenRequests:
 
     def leave(self, ticket: int) -> None:
         """Count a request out: it is answered or given up."""
-        del self._names[ticket]
-        if not self._names:
+        self._count_time()
+        self._tokens -= self._open.pop(ticket)[1]
+        if not self._open:
             self.idle.set()
             self._account()
+
+    @property
+    def request_s(self) -> float:
+        """Seconds that the engine worked on each request, summed over all so far."""
+        self._count_time()
+        return self._request_s
+
+    def _count_time(self) -> None:
+        now = time.monotonic()
+        self._request_s += self.running * (now - self._counted_s)
+        self._counted_s = now
 
     def drain_spans(self) -> list[Span]:
         """Return the intervals in which the engine worked on requests, since the last call."""

@@ -12,10 +12,11 @@ from __future__ import annotations
 import asyncio
 import fcntl
 import os
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import ExitStack
+from dataclasses import replace
 from io import FileIO
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 from vllm import SamplingParams
@@ -27,8 +28,9 @@ from vllm.sampling_params import RequestOutputKind
 
 from actors.engine.vllm_base import REFUSED, VllmEngine, last_of
 from actors.rollout.vllm_weights import BACKEND, WeightExtension
+from actors.rollout.weights import Says
 from raypost.config.engine import EngineConfig
-from raypost.errors import AlignmentError, WeightError
+from raypost.errors import AlignmentError, NotStagedError, WeightError
 from raypost.types import (
     EVALUATION_PRIORITY,
     NO_VERSION,
@@ -38,7 +40,9 @@ from raypost.types import (
     IntArray,
     SampleParams,
 )
+from raypost.weights.held import ReadBack
 from raypost.weights.manifest import Bytes, Manifest
+from raypost.weights.seats import Seats
 
 Memory = Literal["weights", "kv_cache"]
 """Parts of the device's memory that an engine gives back while it sleeps, under vLLM's names."""
@@ -52,9 +56,13 @@ class RolloutEngine(VllmEngine):
     def __init__(self, model_path: str, config: EngineConfig) -> None:
         """Start the engine's processes, which blocks for seconds. Weights are random until the first load."""
         self._asleep: set[Memory] = set()
+        self.verify = config.verify
+        """Which loads are read back."""
         self._staged: Manifest | None = None
-        self._base = ""
-        """Digest of the base that the engine keeps."""
+        self._held: Manifest | None = None
+        """What was loaded last, if it is there still."""
+        self._version = NO_VERSION
+        """With which tokens are marked."""
         super().__init__(
             model_path,
             config,
@@ -148,6 +156,8 @@ class RolloutEngine(VllmEngine):
         no version.
         """
         if not keep_weights:
+            # A base that adapters are added to lies beside the model, and stays.
+            self._held = self._held and replace(self._held, tensors=())
             await self.llm.collective_rpc("forget_weights")
         if "weights" not in self._asleep:
             self._asleep = {"weights", "kv_cache"}
@@ -164,47 +174,77 @@ class RolloutEngine(VllmEngine):
     async def stage(self, manifest: Manifest, buckets: Sequence[Bytes]) -> None:
         """Bring a version's bytes into the engine's processes and verify them there; requests may run meanwhile.
 
-        Takes the place of what was staged before; the same version again does nothing. Raises what vLLM raises, the
-        cause in the text: then nothing is staged.
+        Takes the place of what was staged before; the same version again does nothing. `buckets` may lack the first
+        ones, if the engine has what is in them. Raises NotStagedError if it has not, and what vLLM raises, the cause in
+        the text: then nothing is staged.
         """
         if self._staged == manifest:
             return
+        needed = len(manifest.bucket_sizes) - manifest.spares(self._held)
+        if len(buckets) < needed:
+            raise NotStagedError(f"version {manifest.version} is not staged here: send all of its bytes")
         self._staged = None
-        # A base that the engine keeps is not copied again.
-        first = manifest.base_buckets if manifest.base and manifest.base == self._base else 0
+        await self._until_verified("stage_weights", manifest, buckets[len(buckets) - needed :])
+
+    async def receive(self, manifest: Manifest, seats: Seats, worker: str) -> None:
+        """Have the engine's processes take their seats in a group and receive a version there; all else as `stage`.
+
+        `worker`: the name by which they have seats. What is staged already comes again: the sender waits for all.
+        """
+        self._staged = None
+        await self._until_verified("receive_weights", manifest, [], seats.encoded(), worker)
+
+    async def _until_verified(
+        self, method: str, manifest: Manifest, buckets: Sequence[Bytes], *args: str
+    ) -> None:
         reader, writer = (FileIO(end, mode) for end, mode in zip(os.pipe(), "rw", strict=True))
         with reader:
             with ExitStack() as files:
                 answers = files.enter_context(writer)
-                copies = [files.enter_context(await asyncio.to_thread(_copy, one)) for one in buckets[first:]]
+                copies = [files.enter_context(await asyncio.to_thread(_copy, one)) for one in buckets]
                 paths = [f"/proc/{os.getpid()}/fd/{file.fileno()}" for file in (answers, *copies)]
-                await self.llm.collective_rpc("stage_weights", args=(manifest.encoded(), *paths))
+                await self.llm.collective_rpc(method, args=(manifest.encoded(), *paths, *args))
             # Until every rank has closed it. Not by a call, which a busy engine answers between two steps only.
             problems = await asyncio.to_thread(reader.readall)
         if problems:
             raise WeightError(problems.decode())
         self._staged = manifest
 
-    async def load(self, manifest: Manifest) -> None:
-        """Load the version that is staged into a paused engine. Raises what vLLM raises, the cause in the text.
+    async def load(self, manifest: Manifest) -> tuple[ReadBack | None, Says]:
+        """Load the version that is staged into a paused engine; return what was read back of it, by all ranks.
+
+        None: it was not asked for. With it comes what the engine then says it holds. Raises what vLLM raises, the cause
+        in the text.
 
         Frozen requests lose their keys and values, which the old weights made: vLLM preempts them, and when
         they go on, it first runs prompt and response so far through the new weights.
         """
-        self._staged, self._base = None, ""
-        await self.llm.collective_rpc("load_staged", args=(manifest.version, manifest.digest))
-        self._base = manifest.base
-        await asyncio.gather(
+        self._staged = self._held = None
+        done: tuple[Any, ...] = await asyncio.gather(
+            self.llm.collective_rpc("load_staged", args=(manifest.version, manifest.digest, self.verify)),
+            # The engine does them in this order; it stands still for each answer that is waited for.
             self.llm.update_weight_version(str(manifest.version)),
             self.llm.reset_prefix_cache(reset_running_requests=True),
+            return_exceptions=True,
         )
+        failed = [one for one in done if isinstance(one, BaseException)]
+        if failed:
+            await self.llm.update_weight_version(str(self._version))
+            raise failed[0]
+        self._held, self._version = manifest, manifest.version
+        read = [ReadBack(*one) for one, _ in done[0] if one is not None]
+        return ReadBack.of_ranks(read) if read else None, _agreed(says for _, says in done[0])
 
-    async def held(self) -> tuple[int, str, bool]:
+    async def held(self) -> Says:
         """Return (version, digest, touched) as the process with the model says. WeightError if ranks differ."""
-        answers = {tuple(answer) for answer in await self.llm.collective_rpc("held_weights")}
-        if len(answers) != 1:
-            raise WeightError(f"the ranks of one engine hold different weights: {sorted(answers)}")
-        return answers.pop()
+        return _agreed(await self.llm.collective_rpc("held_weights"))
+
+
+def _agreed(answers: Iterable[Sequence[Any]]) -> Says:
+    different = {(version, digest, touched) for version, digest, touched in answers}
+    if len(different) != 1:
+        raise WeightError(f"the ranks of one engine hold different weights: {sorted(different)}")
+    return different.pop()
 
 
 def _copy(bucket: Bytes) -> FileIO:

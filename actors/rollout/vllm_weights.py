@@ -4,30 +4,29 @@ Owns what happens there from mapped bytes to a model that uses them, and the rec
 Imported by vLLM through `worker_extension_cls`, which also registers the transfer engine. What the rollout
 worker sends is the manifest and a path of shared memory a bucket; bytes never pass through an RPC.
 
-    stage_weights   map -> check names, shapes -> verify digests on a thread; requests may run meanwhile
+    stage_weights   check names, shapes -> map -> verify digests on a thread (staging.py); requests may run meanwhile
+    receive_weights the same of what rank 0 of a broadcast group sends
     load_staged     vLLM's three calls, one after the other:
         start_weight_update   nothing: the old weights stay in use until the new bytes are verified
         update_weights        layerwise reload of what differs in the version that is staged, adapters added
-        finish_weight_update  finalize -> pack heads again -> record what the model holds
-
-The base that adapters are added to stays mapped: it is sent, verified and kept once, outside the model.
+        finish_weight_update  finalize -> pack heads again -> read it back -> record what the model holds
 
 Invariants: the model is touched only after every byte was verified; `held` is the only record of what the model
-holds, and is None unless the model is whole; a tensor that is not loaded again has the content that `held` says.
+holds, and is None unless the model is whole and, where `sync.verify` asks for it, was read back; a tensor that is not
+loaded again has the content that `held` says.
 """
 
 from __future__ import annotations
 
 import logging
-import mmap
-import os
+import time
 from collections.abc import Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 from dataclasses import dataclass
 from math import prod
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, cast
 
-import numpy as np
 import torch
 from transformers import AutoModelForCausalLM
 from vllm.config import VllmConfig, WeightTransferConfig, set_current_vllm_config
@@ -42,10 +41,16 @@ from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, i
 from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 
 from actors.engine.life import OwnedProcess
+from actors.rollout.packing import SHARE, Packing
+from actors.rollout.staging import StagedVersion, Staging
+from raypost.config import VerifyWeights
 from raypost.errors import WeightError
+from raypost.weights.delta import block_of
+from raypost.weights.held import HeldWeights, ReadBack
 from raypost.weights.low_rank import merged
-from raypost.weights.manifest import Bytes, Manifest, TensorEntry, bytes_of, check_factors, verify
+from raypost.weights.manifest import Bytes, Manifest, TensorEntry, bytes_of, check_factors
 from raypost.weights.names import CheckpointNames
+from raypost.weights.seats import Seats
 
 BACKEND = "raypost"
 """Name under which vLLM's WeightTransferConfig selects this engine."""
@@ -60,16 +65,6 @@ class PublishedVersion(WeightTransferUpdateInfo):  # type: ignore[misc]  # mypy 
 
 
 @dataclass(frozen=True, slots=True)
-class StagedVersion:
-    """A version that is mapped here and not loaded."""
-
-    manifest: Manifest
-    buckets: list[Bytes]
-    verified: Future[None]
-    """Ends with a WeightError if the bytes are not those of the manifest."""
-
-
-@dataclass(frozen=True, slots=True)
 class LoadedVersion:
     """The version that the model holds, and the content of each tensor that it was loaded from."""
 
@@ -78,12 +73,8 @@ class LoadedVersion:
     contents: dict[str, str]
 
 
-@dataclass(frozen=True, slots=True)
-class Base:
-    """Verified weights that adapters are added to."""
-
-    digest: str
-    buckets: list[Bytes]
+NOTHING = LoadedVersion(-1, "", {})
+"""What a model holds before its first load, or after one that failed."""
 
 
 class SharedMemoryTransfer(
@@ -105,9 +96,14 @@ class SharedMemoryTransfer(
         """Remember the model; called by vLLM."""
         super().__init__(config, vllm_config, device, model)
         self.held: LoadedVersion | None = None
-        self.base: Base | None = None
-        self._staged: StagedVersion | None = None
         self._verifier = ThreadPoolExecutor(1, "verify-weights")
+        self._staging = Staging(self._verifier)
+        self._sent = HeldWeights(self._verifier)
+        self._packing = Packing(model, self._sent)
+        self.read_back: ReadBack | None = None
+        """Of the last load, None where it was not asked for."""
+        self.verify: VerifyWeights = "every"
+        self._verifying = self._was_read_back = False
         self.touched = False
         """True from the first change of the model until all of the version is in place."""
         self._loading: StagedVersion | None = None
@@ -136,36 +132,35 @@ class SharedMemoryTransfer(
             torch.accelerator.synchronize()
 
     def stage(self, manifest: Manifest, answers: BinaryIO, paths: Sequence[str]) -> None:
-        """Map a version and begin to verify its bytes; `paths` has those of its base only if that is not held.
-
-        What is wrong with them is written into `answers`, which is closed when all is verified. Raises WeightError if
-        its tensors are not the model's.
-        """
-        self._staged = None
+        """Map a version and begin to verify it: see Staging.map. Raises WeightError if it is not of this model."""
         self._check_tensors(manifest)
-        buckets, known = [_map(path) for path in paths], ""
-        if self.base is not None and len(buckets) < len(manifest.bucket_sizes):
-            known, buckets = self.base.digest, self.base.buckets + buckets
-        verified = self._verifier.submit(_verify, answers, manifest, buckets, known)
-        self._staged = StagedVersion(manifest, buckets, verified)
+        self._check_held(manifest, len(manifest.bucket_sizes) - len(paths))
+        self._staging.map(manifest, answers, paths)
 
-    @property
-    def staged(self) -> StagedVersion:
-        """What is mapped and not loaded. Raises WeightError if there is nothing."""
-        if self._staged is None:
-            raise WeightError("no version is staged: stage one first")
-        return self._staged
+    def receive(self, manifest: Manifest, answers: BinaryIO, seats: Seats, rank: int) -> None:
+        """Begin to receive a version: see Staging.receive. Raises WeightError if it is not of this model."""
+        self._check_tensors(manifest)
+        self._check_held(manifest, seats.first_bucket)
+        self._staging.receive(manifest, answers, seats, rank)
+
+    def _check_held(self, manifest: Manifest, absent: int) -> None:
+        """Raise WeightError unless the model holds what is in the buckets that are not sent."""
+        held = self.held or NOTHING
+        changed = "" if manifest.base else manifest.changed_in(absent, held.contents)
+        if changed:
+            raise WeightError(
+                f"version {manifest.version} is sent without {changed!r}, and version {held.version}, which the model "
+                "holds, has another one: send all of it"
+            )
 
     def receive_weights(self, update_info: PublishedVersion) -> None:
         """Reload layer by layer what the model does not hold. Raises WeightError naming a tensor of wrong bytes."""
-        staged = self.staged
+        staged = self._staging.take(update_info.version, update_info.digest)
         manifest, buckets = staged.manifest, staged.buckets
-        if (manifest.version, manifest.digest) != (update_info.version, update_info.digest):
-            raise WeightError(f"version {manifest.version} is staged, not version {update_info.version}")
-        staged.verified.result()
-        self._staged = None
-        self.base = Base(manifest.base, buckets[: manifest.base_buckets]) if manifest.base else None
+        self._check_held(manifest, staged.absent)
         contents = {} if self.held is None else self.held.contents
+        self._verifying = self.verify == "every" or (self.verify == "first" and self.held is None)
+        self._packing.version = manifest.version if self._verifying else None
         self.held = None
         self.touched = True
         self._loading = staged
@@ -174,19 +169,22 @@ class SharedMemoryTransfer(
     def _load(self, manifest: Manifest, buckets: list[Bytes], contents: dict[str, str]) -> None:
         """Load each tensor whose content differs from `contents`, together with all of its block."""
         stale = {
-            _block(entry.name) for entry in manifest.tensors if contents.get(entry.name) != entry.content
+            block_of(entry.name) for entry in manifest.tensors if contents.get(entry.name) != entry.content
         }
-        self._loaded = [entry for entry in manifest.tensors if _block(entry.name) in stale]
+        self._loaded = [entry for entry in manifest.tensors if block_of(entry.name) in stale]
         if not self._loaded:
             return
-        rest = [entry for entry in manifest.tensors if _block(entry.name) not in stale]
+        rest = [entry for entry in manifest.tensors if block_of(entry.name) not in stale]
         if self.device.type == "cpu":
             self._forget_kernels()
         initialize_layerwise_reload(self.model)
-        expected = {name for name, _ in self.model.named_parameters()}
-        loaded = self.model.load_weights(self._tensors(self._loaded, buckets))
+        parameters = dict(self.model.named_parameters())
+        expected = set(parameters)
+        is_new = self._verifying and not self._sent.is_known
+        with self._sent.recording(parameters) if is_new else nullcontext():
+            loaded = self.model.load_weights(self._tensors(self._loaded, buckets))
         if rest and self._incomplete() - self._padded:
-            # The model joins tensors of several blocks.
+            # The model joins tensors of several blocks. What was not sent fails here, and the engine is built anew.
             loaded |= self.model.load_weights(self._tensors(rest, buckets))
             self._loaded = list(manifest.tensors)
             rest = []
@@ -212,14 +210,14 @@ class SharedMemoryTransfer(
         for method, kernel in self._kernels:
             method.moe_kernel = method.moe_kernel or kernel
         self._kernels.clear()
-        if any(_block(entry.name) == entry.name for entry in self._loaded):
-            self._pack_heads()
+        if any(block_of(entry.name) == entry.name for entry in self._loaded):
+            self._packing.pack_heads()
         manifest = self._loading.manifest
+        self.read_back = self._read_back(manifest) if self._verifying else None
         contents = {entry.name: entry.content for entry in manifest.tensors}
         self.held = LoadedVersion(manifest.version, manifest.digest, contents)
         self.touched = False
-        # Unmapping takes time too: not while requests wait.
-        self._verifier.submit(self._loading.buckets.clear)
+        self._staging.give_up(self._loading)
         self._loading = None
 
     def _forget_kernels(self) -> None:
@@ -230,11 +228,15 @@ class SharedMemoryTransfer(
                 self._kernels.append((method, method.moe_kernel))
                 method.moe_kernel = None
 
-    def _pack_heads(self) -> None:
-        """Refresh the packed copy that a head tied to the embedding keeps on CPU; a reload does not."""
-        for module in self.model.modules():
-            if isinstance(module, ParallelLMHead):
-                module.quant_method.process_weights_after_loading(module)
+    def _read_back(self, manifest: Manifest) -> ReadBack:
+        """Compare what the model holds with what was sent. Raises WeightError naming what differs."""
+        begin = time.perf_counter()
+        self._sent.begin_to_verify(self._packing.readable(self.model))
+        # Beside the digests, which a thread of its own computes. A new engine's layers are asked one and all.
+        self._packing.verify(manifest.version, SHARE if self._was_read_back else 1)
+        found = self._sent.verify(manifest)
+        self._was_read_back = True
+        return found._replace(seconds=time.perf_counter() - begin)
 
     def shutdown(self) -> None:
         """End the thread that verifies."""
@@ -269,14 +271,22 @@ class SharedMemoryTransfer(
     def _tensors(
         self, entries: list[TensorEntry], buckets: list[Bytes]
     ) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield the tensors to load, one at a time: a merged matrix exists only while it is loaded."""
+        """Yield names and tensors to load, one at a time: a merged matrix exists only while it is loaded."""
+        tensors = self._contents(entries, buckets)
+        if self._verifying:
+            return self._sent.sent(tensors)
+        return ((entry.name, tensor) for entry, tensor in tensors)
+
+    def _contents(
+        self, entries: list[TensorEntry], buckets: list[Bytes]
+    ) -> Iterator[tuple[TensorEntry, torch.Tensor]]:
         for entry in entries:
             tensor = _tensor(entry, buckets)
             if entry.added is not None:
                 parts = (_tensor(part, buckets) for part in (entry.added.down, entry.added.up))
                 down, up = (part.to(self.device) for part in parts)
                 tensor = merged(tensor.to(self.device), down, up, entry.added.scale)
-            yield entry.name, tensor
+            yield entry, tensor
 
     def _tied_heads(self) -> set[str]:
         if not getattr(self.model_config.hf_config, "tie_word_embeddings", False):
@@ -298,17 +308,30 @@ class WeightExtension(OwnedProcess):
         """Begin to verify a version; `manifest` is encoded, the others are paths. See SharedMemoryTransfer.stage."""
         self.weight_transfer_engine.stage(Manifest.decoded(manifest), open(answers, "wb"), paths)  # noqa: SIM115
 
-    def load_staged(self, version: int, digest: str) -> None:
-        """Load the version that is staged, which must be this one."""
+    def receive_weights(self, manifest: str, answers: str, seats: str, worker: str) -> None:
+        """Begin to receive a version as part of `worker`; see SharedMemoryTransfer.receive. All is encoded."""
+        at, own = Seats.decoded(seats), cast("Any", self).rank
+        rank = at.rank_of(worker, own)
+        self.weight_transfer_engine.receive(Manifest.decoded(manifest), open(answers, "wb"), at, rank)  # noqa: SIM115
+
+    def load_staged(
+        self, version: int, digest: str, verify: VerifyWeights
+    ) -> tuple[ReadBack | None, tuple[int, str, bool]]:
+        """Load the version that is staged, which must be this one.
+
+        Returns what was read back, if `verify` says so, and what `held_weights` returns then.
+        """
         worker: Any = self
+        self.weight_transfer_engine.verify = verify
         worker.start_weight_update()
         worker.update_weights({"version": version, "digest": digest})
         worker.finish_weight_update()
+        return self.weight_transfer_engine.read_back, self.held_weights()
 
     def held_weights(self) -> tuple[int, str, bool]:
         """Return (version, digest, touched): what the model holds, or -1 and ""; whether it is half loaded."""
         engine = self.weight_transfer_engine
-        held = engine.held or LoadedVersion(-1, "", {})
+        held = engine.held or NOTHING
         return held.version, held.digest, engine.touched
 
 
@@ -317,31 +340,6 @@ def _checkpoint_shapes(hf_config: Any) -> dict[str, tuple[int, ...]]:
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(hf_config)
     return CheckpointNames(model).shapes
-
-
-def _block(name: str) -> str:
-    """Return the group a tensor is loaded with: engines join tensors of a layer, such as queries, keys and values."""
-    path = name.split(".")
-    number = next((i for i, part in enumerate(path) if part.isdigit()), None)
-    return name if number is None else ".".join(path[: number + 2])
-
-
-def _verify(answers: BinaryIO, manifest: Manifest, buckets: list[Bytes], known_base: str) -> None:
-    """As `verify`; says what is wrong in `answers` too."""
-    with answers:
-        try:
-            verify(manifest, buckets, known_base)
-        except WeightError as error:
-            answers.write(str(error).encode())
-            raise
-
-
-def _map(path: str) -> Bytes:
-    with open(path, "rb") as file:
-        size = os.fstat(file.fileno()).st_size
-        # Private and writable: PyTorch refuses read-only memory, and no write reaches the sender's bytes.
-        memory = mmap.mmap(file.fileno(), size, flags=mmap.MAP_PRIVATE, prot=mmap.PROT_READ | mmap.PROT_WRITE)
-    return np.frombuffer(memory, np.uint8)
 
 
 def _dtype(entry: TensorEntry) -> torch.dtype:

@@ -1,7 +1,7 @@
 """RolloutWorker: one vLLM engine that serves only the weights it was told to serve.
 
-Owns the order of pause, sleep, load and resume; how an engine starts and ends is EngineLife's, how it is stopped is
-EngineGate's. Owns no routing and no retries: those are the pool's.
+Owns the order of pause, sleep, load and resume; how an engine starts and ends is EngineLife's, how it is stopped
+is EngineGate's, and what it holds EngineWeights'. Owns no routing and no retries: those are the pool's.
 
     start -> load_weights -> resume -> generate ... -> pause -> load_weights -> resume -> generate ...
                                                     -> swap (the same three, with "keep") -> generate ...
@@ -30,31 +30,39 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import os
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
+import ray
+
 from actors.engine.life import EngineInfo, EngineLife
-from actors.remote import CallBatches
+from actors.many_calls import CallBatches
 from actors.rollout.gate import EngineGate
+from actors.rollout.loads import Room
+from actors.rollout.routing import most_tokens
+from actors.rollout.status import Held, WorkerStatus
+from actors.rollout.weights import EngineWeights
 from raypost.config.engine import EngineConfig
-from raypost.errors import EngineLostError, RaypostError, StaleWeightsError, WaitTimeoutError, WeightError
-from raypost.pause import PauseDeadlines, PauseMode
+from raypost.errors import RaypostError, WaitTimeoutError, WeightError
+from raypost.observe.spans import Span
 from raypost.types import (
     NO_VERSION,
     FloatArray,
     GenerateRequest,
     GenerateResult,
     IntArray,
-    Span,
     WeightReport,
     WorkerStats,
 )
+from raypost.types.pause import PauseDeadlines, PauseMode
 from raypost.weights.manifest import Bytes, Manifest
+from raypost.weights.seats import Seats
 
 if TYPE_CHECKING:
-    from actors.rollout.vllm_engine import Memory, RolloutEngine
+    from actors.rollout.vllm_engine import RolloutEngine
 
 log = logging.getLogger(__name__)
 
@@ -69,15 +77,15 @@ class RolloutWorker(CallBatches):
         self._model_path = model_path
         self._config = replace(engine, seed=engine.seed + worker_index)
         self._life = EngineLife(name, engine, self._make_engine)
-        self._broken: str | None = None
+        self._weights = EngineWeights(name, self._life)
         self._control = asyncio.Lock()
         self._staging = asyncio.Lock()
         """Taken after the other one. Staging takes only this one, so that no pause waits for it."""
         self._gate = EngineGate(name, PauseDeadlines(engine.rollout.pause_timeout_s), self._life)
-        self._version = NO_VERSION
-        self._load_s = 0.0
-        """How long the last load took."""
+        self._received: tuple[int, int, tuple[str, int]] | None = None
+        """Version, epoch and group of what a group brought last."""
         self._generated_tokens = 0
+        self._answered = 0
 
     def __repr__(self) -> str:
         """Return the actor's name."""
@@ -91,7 +99,12 @@ class RolloutWorker(CallBatches):
             if self._life.engine is None:
                 await self._build()
             assert self._life.info is not None, "an engine was built"
-            return self._life.info
+            return replace(self._life.info, room=self._room)
+
+    @property
+    def _room(self) -> Room | None:
+        engine = self._life.engine
+        return None if engine is None else Room(self._config.rollout.max_num_seqs, engine.cache_tokens)
 
     def _make_engine(self) -> RolloutEngine:
         # vLLM reads the environment when it is imported.
@@ -101,7 +114,7 @@ class RolloutWorker(CallBatches):
 
     async def _build(self) -> None:
         await self._life.build()
-        self._broken = None
+        self._weights.broken = None
         self._gate.stopped = True
 
     async def shutdown(self) -> None:
@@ -117,7 +130,7 @@ class RolloutWorker(CallBatches):
                 self._gate.close("abort")
                 await self._gate.stop(self._life.engine)
         self._gate.is_open = False
-        self._version = NO_VERSION
+        self._weights.forget()
         self._life.discard()
 
     # ---------------------------------------------------------------- generation
@@ -128,19 +141,20 @@ class RolloutWorker(CallBatches):
         A request that cannot be run is an "error" result without tokens. Cancelling the call aborts it. Raises
         EngineLostError before `start`.
         """
-        engine = self._engine()
+        engine = self._weights.engine
         if not self._gate.is_open:
             return GenerateResult.nothing("abort", self._name)
         problem = self._problem(request, engine.vocab_size)
         if problem is not None:
             return GenerateResult.nothing("error", self._name, problem)
-        ticket = self._gate.requests.enter(request.request_id)
+        ticket = self._gate.requests.enter(request.request_id, most_tokens(request))
         try:
             result = await self._life.alive(engine.generate(request))
         finally:
             self._gate.requests.leave(ticket)
         self._generated_tokens += len(result.response_ids)
-        return replace(result, worker=self._name)
+        self._answered += len(result.response_ids) > 0
+        return replace(result, worker=self._name, left=self._gate.requests.work)
 
     def _problem(self, request: GenerateRequest, vocab_size: int) -> str | None:
         """Return why the request would end the engine, or cut its response short without an error."""
@@ -174,7 +188,9 @@ class RolloutWorker(CallBatches):
     async def _stop(self) -> None:
         engine = self._life.engine
         if engine is not None and not engine.asleep:
+            begin = time.monotonic()
             await self._gate.stop(engine)
+            self._weights.pause_s = time.monotonic() - begin
 
     async def sleep(self, keep_weights: bool) -> None:
         """Give the engine's device to others until a later call wakes it. Idempotent; nothing to do without an engine.
@@ -189,31 +205,15 @@ class RolloutWorker(CallBatches):
                 return
             if self._gate.is_open or not self._gate.stopped:
                 raise RaypostError(
-                    f"{self._name} is serving version {self._version}: pause it before it sleeps"
+                    f"{self._name} is serving version {self._weights.version}: pause it before it sleeps"
                 )
             if len(self._gate.requests):
                 raise RaypostError(
                     f"{self._name} has {self._gate.requests}, frozen by a pause: pause it with 'abort' before it sleeps"
                 )
-            if self._broken is not None:
+            if self._weights.broken is not None:
                 return await self._end()
-            if not keep_weights:
-                self._version = NO_VERSION
-            with self._whole("falling asleep"):
-                await self._life.alive(engine.sleep(keep_weights))
-
-    @contextlib.contextmanager
-    def _whole(self, doing: str) -> Iterator[None]:
-        """Mark the engine as broken until the block has ended well; a cancellation leaves it broken too."""
-        self._broken = f"{doing} was interrupted"
-        try:
-            yield
-        except Exception as error:
-            self._broken = f"{doing} failed: {error}"
-            raise WeightError(
-                f"{self._name}: {self._broken}; the next load builds its engine anew"
-            ) from error
-        self._broken = None
+            await self._weights.sleep(keep_weights)
 
     async def resume(self, version: int) -> None:
         """Serve `version`: engine first, gate last. Frozen requests go on, and an engine that sleeps wakes.
@@ -222,19 +222,17 @@ class RolloutWorker(CallBatches):
         it fell asleep, and WeightError if it is half loaded.
         """
         async with self._control:
-            await self._serve(version)
+            begin = time.monotonic()
+            await self._weights.check_holds(version)
+            await self._serve(begin)
 
-    async def _serve(self, version: int) -> None:
-        engine = self._usable()
-        held, _, _ = await self._life.alive(engine.held())
-        if held != version:
-            raise StaleWeightsError(
-                f"{self._name} holds version {held} and was asked to serve {version}: load it"
-            )
-        await self._wake(engine)
+    async def _serve(self, begin: float) -> None:
+        """Go on with what the engine said it holds."""
+        await self._weights.wake()
         self._gate.stopped = False
-        await self._life.alive(engine.resume())
+        await self._life.alive(self._weights.usable.resume())
         self._gate.open()
+        self._weights.resume_s = time.monotonic() - begin
 
     async def swap(self, manifest: Manifest, *buckets: Bytes) -> WeightReport:
         """Pause with "keep", load a version and serve it, all in one call; return what the engine says it holds.
@@ -252,14 +250,8 @@ class RolloutWorker(CallBatches):
                     f"{self._name} holds version {report.version} with digest {report.digest} instead of version "
                     f"{manifest.version} with digest {manifest.digest}"
                 )
-            await self._serve(manifest.version)
-            return report
-
-    async def _wake(self, engine: RolloutEngine, *memory: Memory) -> None:
-        """Take memory back, all of it unless named, if any sleeps."""
-        if engine.asleep:
-            with self._whole("waking"):
-                await self._life.alive(engine.wake(*memory))
+            await self._serve(time.monotonic())
+            return replace(report, resume_s=self._weights.resume_s)
 
     async def stage_weights(self, manifest: Manifest, *buckets: Bytes) -> None:
         """Bring a version into the engine's processes and verify it there, so that loading it takes less time.
@@ -268,84 +260,55 @@ class RolloutWorker(CallBatches):
         WeightError naming the tensor for bytes that differ from what was published.
         """
         async with self._staging:
-            engine = self._life.engine
-            if engine is None or self._broken is not None or manifest.version <= self._version:
-                return
-            try:
-                await self._life.alive(engine.stage(manifest, buckets))
-            except Exception as error:
-                raise WeightError(
-                    f"{self._name} did not stage version {manifest.version}: {error}"
-                ) from error
+            await self._weights.stage(manifest, buckets)
+
+    async def receive_weights(self, manifest: Manifest, seats: Seats) -> None:
+        """As `stage_weights`, by a group of this pool's engines and the trainer's rank 0, which sends meanwhile.
+
+        A worker without a seat, since it came later, does nothing. What it received it does not wait for again: it is
+        sent once. Raises WeightError for whatever fails.
+        """
+        if self._name in dict(seats.workers):
+            async with self._staging:
+                what = (manifest.version, manifest.epoch, seats.meeting)
+                if what != self._received:
+                    await self._weights.receive(manifest, seats)
+                self._received = what
+
+    async def seat(self) -> tuple[str, int]:
+        """Return the address of this node, and how many processes have a part of the model."""
+        return ray.util.get_node_ip_address(), self._config.rollout.tensor_parallel_size
 
     async def load_weights(self, manifest: Manifest, *buckets: Bytes) -> WeightReport:
         """Load a version into the paused engine; return what the engine then says it holds.
 
         Frozen requests stay, and after `resume` their whole prefix runs through the new weights first. Of an engine
-        that sleeps, the memory of the weights wakes. What `stage_weights` did not do is done first. The version
-        already held is acknowledged without loading, also by an engine that serves. An engine left half loaded
-        is replaced first, and what was frozen in it comes back as from an abort. Raises StaleWeightsError for an older
+        that sleeps, the memory of the weights wakes. What `stage_weights` did not do is done first; without buckets
+        that is a NotStagedError, which changes nothing. The version already held is acknowledged without loading, also
+        by an engine that serves. An engine left half loaded is replaced first, and what was frozen in it comes back as
+        from an abort. Raises StaleWeightsError for an older
         version, WeightError naming the tensor for bytes that differ from what was published; then the old version
         stays, unless the engine broke, which `resume` refuses.
         """
         async with self._control, self._staging:
             serving = self._life.engine is not None and not self._gate.stopped
-            if serving and manifest.version != self._version:
-                raise WeightError(f"{self._name} is serving version {self._version}: pause it before loading")
+            now = self._weights
+            if serving and (manifest.version != now.version or manifest.epoch > now.epoch):
+                raise WeightError(f"{self._name} is serving version {now.version}: pause it before loading")
             return await self._hold(manifest, buckets)
 
     async def _hold(self, manifest: Manifest, buckets: Sequence[Bytes]) -> WeightReport:
         """Load a version, unless it is held already."""
-        if self._life.engine is None or self._broken is not None:
-            log.warning("%s builds its engine anew: %s", self._name, self._broken or "it has none")
+        if self._life.engine is None or self._weights.broken is not None:
+            log.warning("%s builds its engine anew: %s", self._name, self._weights.broken or "it has none")
             await self._end()
             await self._build()
-        engine = self._usable()
-        if manifest.version < self._version:
-            raise StaleWeightsError(
-                f"{self._name} holds version {self._version}: version {manifest.version} is older"
-            )
-        is_new = manifest.version > self._version
-        if is_new:
-            begin = time.monotonic()
-            await self._load(engine, manifest, buckets)
-            self._load_s = time.monotonic() - begin
-        report = await self._report(engine)
-        if not is_new and report.digest != manifest.digest:
-            raise WeightError(
-                f"{self._name} holds version {report.version} with digest {report.digest}, and was sent the same "
-                f"version with digest {manifest.digest}: publish changed weights as a new version"
-            )
-        return report
-
-    async def _load(self, engine: RolloutEngine, manifest: Manifest, buckets: Sequence[Bytes]) -> None:
-        await self._wake(engine, "weights")
-        try:
-            await self._life.alive(engine.stage(manifest, buckets))
-            # As in _whole; but an error that leaves the old weights untouched leaves the engine whole.
-            self._broken = f"loading version {manifest.version} was interrupted"
-            self._version = NO_VERSION
-            await self._life.alive(engine.load(manifest))
-        except Exception as error:
-            self._version, _, touched = await self._life.alive(engine.held())
-            kept = "its old weights are untouched" if self._version >= 0 else "it holds no version"
-            if touched:
-                kept = "its engine is half loaded and must be built anew"
-            self._broken = f"loading version {manifest.version} failed: {error}" if touched else None
-            raise WeightError(
-                f"{self._name} did not load version {manifest.version}: {error}; {kept}"
-            ) from error
-        self._broken = None
-        self._version = manifest.version
+        return await self._weights.hold(manifest, buckets)
 
     async def held(self) -> WeightReport:
         """Return what the engine says it holds; version -1 for nothing."""
         async with self._control:
-            return await self._report(self._usable())
-
-    async def _report(self, engine: RolloutEngine) -> WeightReport:
-        version, digest, _ = await self._life.alive(engine.held())
-        return WeightReport(version=version, digest=digest, worker=self._name, load_s=self._load_s)
+            return await self._weights.report()
 
     async def canary(self, prompt_ids: IntArray) -> FloatArray:
         """Return the logprob of every prompt token but the first under the weights held now, also while paused.
@@ -353,15 +316,12 @@ class RolloutWorker(CallBatches):
         A paused engine runs for it, before all other requests; those that "keep" froze take part in these steps.
         """
         async with self._control:
-            engine = self._usable()
-            if engine.asleep and self._version == NO_VERSION:
-                raise StaleWeightsError(
-                    f"{self._name} gave up its weights when it fell asleep: load a version"
-                )
+            engine = self._weights.usable
+            self._weights.check_awake()
             if not self._gate.stopped:
                 return await self._life.alive(engine.prompt_logprobs(prompt_ids))
             frozen = len(self._gate.requests) > 0
-            await self._wake(engine)
+            await self._weights.wake()
             self._gate.stopped = False
             try:
                 return await self._life.alive(engine.prompt_logprobs(prompt_ids, resume=True))
@@ -370,21 +330,10 @@ class RolloutWorker(CallBatches):
                 await self._life.alive(engine.pause("keep" if frozen else "abort", clear_cache=not frozen))
                 self._gate.stopped = True
 
-    def _engine(self) -> RolloutEngine:
-        if self._life.engine is None:
-            raise EngineLostError(f"{self._name} has no engine: start it first")
-        return self._life.engine
-
-    def _usable(self) -> RolloutEngine:
-        engine = self._engine()
-        if self._broken is not None:
-            raise WeightError(f"{self._name} is half loaded: {self._broken}; load a version again")
-        return engine
-
     # ---------------------------------------------------------------- what can be seen
 
-    async def ping(self) -> None:
-        """Return once the engine has answered; this process ends if it does not within `liveness_timeout_s`.
+    async def ping(self) -> int:
+        """Return this process's number once the engine has answered; it ends if that takes `liveness_timeout_s`.
 
         What pauses, loads or starts it has a deadline of its own, and an engine that sleeps is not asked.
         """
@@ -392,14 +341,37 @@ class RolloutWorker(CallBatches):
         if engine is not None and not engine.asleep and not self._control.locked():
             limit_s = self._config.rollout.liveness_timeout_s
             await self._life.answers(engine.held, limit_s, excused=self._control.locked)
+        return os.getpid()
+
+    async def status(self) -> WorkerStatus:
+        """Return what this worker is, once what it was told before is done."""
+        if self._life.engine is None:
+            return WorkerStatus(has_engine=False)
+        async with self._control:
+            engine = self._life.engine
+            held = None
+            if self._weights.version != NO_VERSION and self._weights.broken is None:
+                report = await self._weights.report()
+                held = Held(report.version, report.digest, self._weights.epoch)
+            return WorkerStatus(
+                has_engine=engine is not None,
+                is_whole=self._weights.broken is None,
+                serving=self._gate.is_open,
+                mode=None if self._gate.is_open else self._gate.mode,
+                held=held,
+                asleep=bool(engine.asleep),
+                room=self._room,
+            )
 
     async def stats(self) -> WorkerStats:
         """Return the counters since this worker was made."""
         return WorkerStats(
             worker=self._name,
-            version=self._version,
+            version=self._weights.version,
             running=self._gate.requests.running,
             generated_tokens=self._generated_tokens,
+            answered=self._answered,
+            request_s=self._gate.requests.request_s,
         )
 
     async def drain_spans(self) -> list[Span]:

@@ -7,12 +7,13 @@ ray/_private/telemetry/open_telemetry_metric_recorder.py), however long its valu
 from __future__ import annotations
 
 import time
+from collections import Counter as Counts
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ray.util.metrics import Counter, Gauge
 
-from raypost import metrics
+from raypost.observe import metrics
 from raypost.types import GroupCounts
 
 GAUGES = {
@@ -40,6 +41,7 @@ OTHER_GAUGES = {
     "groups": ("Groups by where they are", ("state",)),
     "reward_part": ("Mean of a part of the reward", ("task", "part")),
     "judge_seconds": ("Mean duration of a judge's call", ("task",)),
+    "workers": ("Rollout workers of a pool by their state", ("pool", "state")),
 }
 COUNTERS = {
     "tokens_total": ("Tokens the engines generated", ()),
@@ -108,6 +110,13 @@ class RunGauges:
         """Show where the groups are."""
         for state, count in counts.as_dict().items():
             self.set("groups", count, state=state)
+
+    def workers(self, pool: str, states: Mapping[str, str]) -> None:
+        """Show how many workers a pool has in each state, by the name of its controller."""
+        numbers = Counts(state.partition(",")[0] for state in states.values())
+        known = {dict(labels)["state"] for name, labels in self._held if name == "workers"}
+        for state in known | numbers.keys():
+            self.set("workers", numbers[state], pool=pool, state=state)
 
     def judge(self, task: str, figures: metrics.JudgeFigures) -> None:
         """Show what the judges of a task did since the last call."""

@@ -16,18 +16,21 @@ import time
 from collections.abc import Awaitable, Mapping, Sequence
 from typing import Any
 
+import ray
 from ray.actor import ActorHandle
 from ray.exceptions import RayError
 
 from actors.telemetry.gauges import RunGauges
 from actors.telemetry.memory import MemoryWatch
-from raypost import metrics
 from raypost.config import Config
 from raypost.data.tokenizer import Tokenizer
-from raypost.packed import PackedGroups
+from raypost.faults import Incident
+from raypost.observe import metrics
+from raypost.observe.spans import Span
 from raypost.report.samples import SampleWriter
 from raypost.report.writer import RunWriter
-from raypost.types import GroupCounts, RunStatus, Span, SyncReport, WorkerStats
+from raypost.types import GroupCounts, RunStatus, SyncReport, WorkerStats
+from raypost.types.packed import PackedGroups
 
 log = logging.getLogger(__name__)
 
@@ -37,17 +40,20 @@ SAMPLE_S = 5.0
 DEADLINE_S = 5.0
 SAMPLES_S = 30.0
 """Longest time that a batch may take to come for its samples."""
-METHODS = ("drain_spans", "drain_figures", "stats", "counts")
+METHODS = ("drain_spans", "drain_figures", "stats", "counts", "states")
 """What is asked of every source that has it."""
 
 
 class Telemetry:
-    """Records one run. `sources` are handles by name; each is asked for whatever of METHODS it has."""
+    """Records one run. `sources` are the names of actors, or handles by name; each is asked for what it has of METHODS.
+
+    One that is started again needs names.
+    """
 
     def __init__(
         self,
         config: Config,
-        sources: Mapping[str, ActorHandle],
+        sources: Mapping[str, ActorHandle] | Sequence[str],
         started_s: float | None = None,
         model_path: str | None = None,
         known_problems: Sequence[str] = (),
@@ -68,7 +74,7 @@ class Telemetry:
             self._samples = SampleWriter(config.run_dir, config.keep_samples, decode)
         self._methods = {
             (name, method): getattr(handle, method)
-            for name, handle in sources.items()
+            for name, handle in _handles(sources).items()
             for method in METHODS
             if hasattr(handle, method)
         }
@@ -79,6 +85,8 @@ class Telemetry:
         self._sample_s = sample_s
         self._gauges = RunGauges(config.name, [task.name for task in config.tasks])
         self._tokens: dict[str, int] = {}
+        self._slow: set[str] = set()
+        """Workers that are slow beside their siblings."""
         self._tokens_generated = 0
         self._counts: GroupCounts | None = None
         self._judging = {task.name: metrics.JudgeFigures() for task in config.tasks}
@@ -126,6 +134,10 @@ class Telemetry:
         self._writer.write_sync(report)
         self._gauges.set("sync_seconds", report.seconds)
 
+    async def log_incident(self, incident: Incident, fields: Mapping[str, Any]) -> None:
+        """Record what happened to the run and did not end it."""
+        self._writer.write_incident(incident, fields)
+
     async def finish(
         self, status: RunStatus, error: str | None, counts: GroupCounts | None
     ) -> dict[str, Any]:
@@ -169,7 +181,7 @@ class Telemetry:
                 continue
             del self._asked[call]
             try:
-                self._take(call[1], task.result())
+                self._take(*call, task.result())
             except RayError as error:
                 self._missed(call, type(error).__name__)
         if time.monotonic() - self._sampled_s >= self._sample_s:
@@ -192,7 +204,7 @@ class Telemetry:
             self._memory.peak_bytes, self._tokens_generated or None, self._unreachable, judges=judges
         )
 
-    def _take(self, method: str, answer: Any) -> None:
+    def _take(self, name: str, method: str, answer: Any) -> None:
         if method == "drain_spans":
             spans: list[Span] = answer
             self._writer.write_spans(spans)
@@ -201,7 +213,9 @@ class Telemetry:
         elif method == "stats":
             stats: list[WorkerStats] = answer
             self._count_tokens(stats)
-        elif isinstance(answer, GroupCounts):
+        elif method == "states":
+            self._gauges.workers(name, answer)
+        elif isinstance(answer, GroupCounts) and answer.sampled:  # before a restore there are none
             self._counts = answer
             self._gauges.groups(answer)
 
@@ -218,6 +232,10 @@ class Telemetry:
             # A worker that was restarted counts from zero again.
             new += worker.generated_tokens - before * (worker.generated_tokens >= before)
             self._tokens[worker.worker] = worker.generated_tokens
+        slow = {worker.worker: worker.share for worker in stats if worker.share < 1}
+        for name in slow.keys() - self._slow:
+            self._writer.write_incident(Incident.WORKER_SLOW, {"actor": name, "share": slow[name]})
+        self._slow = set(slow)
         self._tokens_generated += new
         self._gauges.tokens(new, sum(worker.running for worker in stats))
 
@@ -226,3 +244,15 @@ class Telemetry:
         if not self._unreachable[name]:
             log.warning("%s.%s: %s; its next answer is waited for, the run goes on", name, method, why)
         self._unreachable[name] += 1
+
+
+def _handles(sources: Mapping[str, ActorHandle] | Sequence[str]) -> Mapping[str, ActorHandle]:
+    if isinstance(sources, Mapping):
+        return sources
+    found = {}
+    for name in sources:
+        try:
+            found[name] = ray.get_actor(name)
+        except ValueError:
+            log.warning("%s is gone: telemetry does not watch it", name)
+    return found

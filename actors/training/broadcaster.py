@@ -1,16 +1,20 @@
 """WeightBroadcaster: brings one version of the weights from the trainer into every rollout worker.
 
-    prepare      trainer.publish(version) -> (manifest, bucket refs) -> controller.stage_weights
+    prepare      trainer.publish(version) -> (manifest, bucket refs) -> by a transport into every engine (transport.py)
                                                                      -> canary of the trainer
     broadcast    controller.load_weights -> acknowledgements
     check        canary of the engines: they and the trainer agree on the logprobs of a fixed prompt
 
 Engines generate while a version is prepared, and are paused while it is broadcast; they may be checked in both states.
 
+A trainer that was started again publishes the version that the engines hold once more (`renew`). If its weights are
+bitwise the same, nothing is sent. If not, `broadcast(version, again=True)` brings them to the engines under the same
+number and a new epoch.
+
 Owns the order of a sync and its verification, not the weights: the bucket refs pass through unopened.
 Invariant: `broadcast(v)` returns only when every live worker acknowledged version v with the digest that
 was sent; unless the check is left to a call of its own, only when their logprobs agree with the trainer's too. Versions
-never go back.
+never go back, and of one version epochs do not.
 """
 
 from __future__ import annotations
@@ -22,11 +26,11 @@ from typing import NamedTuple
 
 import numpy as np
 
+from actors.training.transport import Brought, Transport
 from raypost.config import SyncConfig
 from raypost.errors import StaleWeightsError, WeightError
-from raypost.protocols import WeightSink, WeightSource
-from raypost.spans import SpanLog
-from raypost.types import FloatArray, IntArray, Ref, Span, SyncReport
+from raypost.observe.spans import Span, SpanLog
+from raypost.types import FloatArray, IntArray, Ref, SyncReport, WeightSink, WeightSource
 from raypost.weights.manifest import Bytes, Manifest
 
 
@@ -37,12 +41,13 @@ class PreparedVersion(NamedTuple):
     buckets: list[Ref[Bytes]]
     expected: FloatArray | None
     """Logprobs of the canary; None where it is off."""
+    brought: Brought
     publish_s: float
     seconds: float
 
 
 class WeightBroadcaster:
-    """One version at a time, through the object store."""
+    """One version at a time."""
 
     def __init__(
         self,
@@ -59,14 +64,18 @@ class WeightBroadcaster:
         self._trainer = trainer
         self._controller = controller
         self._sync = sync
+        self._transport = Transport(trainer, controller, sync, shares_devices=offload)
         self._canary_ids = canary_ids
         self._offload = offload
         self._version = -1
         self._prepared: PreparedVersion | None = None
+        self._out: tuple[Manifest, list[Ref[Bytes]]] | None = None
+        """The version that is out, for a pool that has lost sight of it."""
         self._expected: FloatArray | None = None
         """Of the version that is out, until it is checked."""
         self._preparing, self._checking = asyncio.Lock(), asyncio.Lock()
-        self._base = ""
+        self._epochs: dict[int, int] = {}
+        """Epoch of a version that was sent more than once, the last one."""
         self._last: SyncReport | None = None
         self._spans = SpanLog("broadcaster")
 
@@ -90,14 +99,15 @@ class WeightBroadcaster:
     async def _prepare(self, version: int) -> PreparedVersion:
         async with self._preparing:
             if self._prepared is None or self._prepared.manifest.version != version:
-                start = time.time()
+                start = time.monotonic()
                 manifest, buckets = await self._trainer.publish(version)
-                published = time.time()
-                expected, _ = await asyncio.gather(
-                    self._canary_of_trainer(), self._controller.stage_weights(manifest, buckets)
+                manifest = replace(manifest, epoch=self._epochs.get(version, 0))
+                published = time.monotonic()
+                expected, brought = await asyncio.gather(
+                    self._canary_of_trainer(), self._transport.bring(manifest, buckets)
                 )
                 self._prepared = PreparedVersion(
-                    manifest, buckets, expected, published - start, time.time() - start
+                    manifest, buckets, expected, brought, published - start, time.monotonic() - start
                 )
             return self._prepared
 
@@ -105,14 +115,36 @@ class WeightBroadcaster:
         verified = self._sync.canary_tolerance is not None
         return await self._trainer.canary(self._canary_ids) if verified else None
 
-    async def broadcast(self, version: int, check: bool = True) -> SyncReport:
+    async def forget(self) -> None:
+        """Forget what is prepared and out: the trainer was started again, and what it had published is gone."""
+        async with self._preparing:
+            self._prepared = self._out = None
+            self._transport.forget()
+
+    async def renew(self, version: int) -> bool:
+        """Publish `version` again, in place of what a former trainer published and engines that come back would load.
+
+        Returns whether it is bitwise what the engines hold; if not, nothing changed.
+        """
+        async with self._preparing:
+            manifest, buckets = await self._trainer.publish(version)
+            is_same = await self._controller.renew_weights(manifest, buckets)
+            if is_same:
+                self._out = replace(manifest, epoch=self._epochs.get(version, 0)), buckets
+            return is_same
+
+    async def broadcast(self, version: int, check: bool = True, again: bool = False) -> SyncReport:
         """Load `version` everywhere, prepared if it is not yet. Repeated for the version all hold: nothing is sent.
 
-        `check`: compare logprobs too, as the method of that name does. Raises WeightError when what arrived differs,
+        `check`: compare logprobs too, as the method of that name does. `again`: the trainer's weights of this version
+        are others now, and take the place of those that were sent. Raises WeightError when what arrived differs,
         StaleWeightsError when `version` goes back.
         """
         self._check_order(version)
-        if self._last is None or version != self._version:
+        if again:
+            self._epochs = {version: self._epochs.get(version, 0) + 1}
+            self._prepared = None
+        if self._last is None or version != self._version or again:
             with self._spans.span("sync"):
                 self._last = await self._broadcast(version)
         elif self._offload:
@@ -121,21 +153,46 @@ class WeightBroadcaster:
 
     async def _broadcast(self, version: int) -> SyncReport:
         prepared = await self._prepare(version)
-        manifest, start = prepared.manifest, time.time()
+        manifest, start = prepared.manifest, time.monotonic()
         if self._offload:
             await self._trainer.offload()
         reports = await self._controller.load_weights(manifest, prepared.buckets)
         self._version, self._expected, self._prepared = version, prepared.expected, None
-        base, self._base = self._base, manifest.base
+        self._out = manifest, prepared.buckets
         return SyncReport(
             version=version,
             digest=manifest.digest,
             num_workers=len(reports),
-            nbytes=sum(manifest.bucket_sizes[manifest.base_buckets if manifest.base == base else 0 :]),
-            seconds=prepared.seconds + time.time() - start,
+            nbytes=prepared.brought.nbytes,
+            spared_nbytes=prepared.brought.spared,
+            seconds=prepared.seconds + time.monotonic() - start,
             publish_s=prepared.publish_s,
             load_s=max(report.load_s for report in reports),
+            transport=prepared.brought.transport,
+            transport_s=prepared.brought.seconds,
+            transport_failed=prepared.brought.failed,
+            pause_s=max(report.pause_s for report in reports),
+            resume_s=max(report.resume_s for report in reports),
+            verify_s=max(report.verify_s for report in reports),
+            read_back=all(report.read_back for report in reports),
+            left_out=tuple(sorted({name for report in reports for name in report.left_out})),
         )
+
+    async def restock(self, version: int | None = None) -> None:
+        """Give the pool again what it may need and lacks since its controller died; nothing that is not there.
+
+        `version`: that is out, which is published again for a broadcaster that was started again, too; the pool takes
+        it unless its engines hold other bits.
+        """
+        async with self._preparing:
+            if self._out is None and self._prepared is None and version is not None:
+                manifest, buckets = await self._trainer.publish(version)
+                self._out = replace(manifest, epoch=self._epochs.get(version, 0)), buckets
+        if self._out is not None:
+            await self._controller.restock(*self._out)
+        prepared = self._prepared
+        if prepared is not None:
+            await self._controller.restock(prepared.manifest, prepared.buckets)
 
     async def check(self, version: int) -> SyncReport:
         """Compare the engines' logprobs on the canary prompt with the trainer's; return the report of the sync.
@@ -149,10 +206,12 @@ class WeightBroadcaster:
             if self._last is None or version != self._version:
                 raise StaleWeightsError(f"cannot check version {version}: {self._version} is out")
             if self._expected is not None:
-                start = time.time()
+                start = time.monotonic()
                 difference = await self._compare(version, self._expected)
                 self._expected = None
-                self._last = replace(self._last, canary_difference=difference, canary_s=time.time() - start)
+                self._last = replace(
+                    self._last, canary_difference=difference, canary_s=time.monotonic() - start
+                )
             return self._last
 
     async def _compare(self, version: int, expected: FloatArray) -> float:

@@ -11,73 +11,148 @@ A step can also be spelled out, which is what `fit` does on the ranks. What one 
     advantages = await trainer.compute_advantages(batch_ref, old, ref, values)
     metrics = await trainer.train(batch_ref, advantages, old, ref)
 
-Owns the rendezvous of the ranks, the order of their calls and the deadlines. It never opens a batch: its ref goes
-to the ranks, which read it from shared memory.
+Owns the rendezvous of the ranks, the order of their calls, the deadlines, and whether the ranks are fit for work. It
+never opens a batch: its ref goes to the ranks, which read it from shared memory. What is done when they are not is
+the driver's (jobs/recovery.py), which has every call pass its `guard`.
 
-Invariants: all ranks get the same calls in the same order; every wait names the ranks that are late.
+Invariants: all ranks get the same calls in the same order; every wait names the ranks that are late or gone.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+import functools
+from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar, cast
 
 import ray
 from ray.actor import ActorHandle
 
+from actors.training.ranks import Ranks
+from actors.training.worker import RankFacts
 from raypost.config import Config
-from raypost.errors import RaypostError, WaitTimeoutError
-from raypost.protocols import Reference
-from raypost.types import FloatArray, IntArray
+from raypost.errors import RankLostError, RaypostError
+from raypost.types import FloatArray, GroupKey, IntArray, Reference
 from raypost.weights.manifest import Manifest
+from raypost.weights.seats import Backend, Member, Seats
+
+P = ParamSpec("P")
+T = TypeVar("T")
 
 
-class TrainerGroup:
-    """All ranks as one trainer. Holds handles only, so it can be passed to other actors."""
+class Guard(Protocol):
+    """Makes a call to the ranks, and what is necessary when it fails."""
+
+    async def __call__(self, call: Callable[[], Awaitable[T]]) -> T:
+        """Return the result of the call."""
+        ...
+
+
+async def unguarded(call: Callable[[], Awaitable[T]]) -> T:
+    """Make the call and nothing else."""
+    return await call()
+
+
+def _guarded(
+    method: Callable[Concatenate[TrainerGroup, P], Coroutine[Any, Any, T]],
+) -> Callable[Concatenate[TrainerGroup, P], Coroutine[Any, Any, T]]:
+    """Have a method's calls pass the group's guard."""
+
+    @functools.wraps(method)
+    async def guarded(group: TrainerGroup, /, *args: P.args, **kwargs: P.kwargs) -> T:
+        return await group.guard(lambda: method(group, *args, **kwargs))
+
+    return guarded
+
+
+class TrainerGroup(Ranks):
+    """All ranks as one trainer. It is pickled as the ranks of policy and critic, so it can be passed to other actors.
+
+    Where the ranks are given by name, it outlives the process that made it, and theirs.
+    """
 
     def __init__(
         self,
-        workers: Sequence[ActorHandle],
+        workers: Sequence[ActorHandle | str],
         config: Config,
         critic: TrainerGroup | None = None,
         reference: Reference | None = None,
+        name: str = "trainer",
     ) -> None:
-        """Make one trainer of `workers`, actors of TrainerWorker in the order of their ranks.
+        """Make one trainer of `workers`, actors of TrainerWorker or their names, in the order of their ranks.
 
         `critic`: started, saved and trained with the policy; its workers are of kind `critic`. `reference`: started
-        with the policy, and computes the reference's logprobs if `train.loss.kl.pool` is set.
+        with the policy, and computes the reference's logprobs if `train.loss.kl.pool` is set. `name`: begins the names
+        of its workers.
         """
         if len(workers) != config.train.num_workers:
             raise ValueError(f"{len(workers)} workers, but train.num_workers is {config.train.num_workers}")
-        self.workers = list(workers)
+        super().__init__(workers, config, name)
         self._train = config.train
+        self.guard: Guard = unguarded
         self.critic = critic
         """The group that trains the critic, if there is one."""
         self._reference = reference
-        self._timeout_s = config.train.step_timeout_s
+        self._restarts = self._snapshot_of = 0
+        self.micro_batch_tokens = config.train.micro_batch_tokens
+        """Of the ranks as they are, or as the next `restart` makes them."""
+        self.begun_from: tuple[Path | str, bool] | None = None
+        """The arguments of `begin_from`, if it was called."""
         self.step = 0
         """The last step that was trained or restored."""
 
     def __repr__(self) -> str:
         """Return the name that logs and errors use."""
-        return "trainer"
+        return self._name
+
+    def __reduce__(self) -> tuple[type[TrainerGroup], tuple[Any, ...]]:
+        """Pickle as the ranks alone: a guard and the reference's engines are the driver's."""
+        return TrainerGroup, (self._given, self._config, self.critic, None, self._name)
 
     async def start(self) -> list[dict[str, Any]]:
         """Bring all ranks together and build their engines; return what each says about itself."""
         reference = _nothing() if self._reference is None else self._reference.start()
-        infos: list[dict[str, Any]]
-        _, infos = await asyncio.gather(reference, self._start())
+        # Both to their end: where a rank failed it is started again, and the reference's engines are there then.
+        infos, engines = await asyncio.gather(self._start(), reference, return_exceptions=True)
+        for outcome in (infos, engines):
+            if isinstance(outcome, BaseException):
+                raise outcome
+        return cast(list[dict[str, Any]], infos)
+
+    async def lost(self) -> dict[str, str]:
+        """Return why ranks, the critic's included, are not fit for work, by their names; {} if all are."""
+        lost = {} if self.critic is None else await self.critic.lost()
+        return lost | await self.lost_ranks()
+
+    async def processes(self) -> dict[str, RankFacts]:
+        """Return the process of every rank that answers, the critic's included, by name."""
+        found = {} if self.critic is None else await self.critic.processes()
+        return found | await self.rank_processes()
+
+    async def restart(self) -> list[dict[str, Any]]:
+        """End the processes of all ranks, the critic's included, and build them anew, as they were before training.
+
+        Returns what each says about itself. The actors must be ones that Ray starts again. Raises WaitTimeoutError if a
+        rank does not come back in time.
+        """
+        groups = [self] if self.critic is None else [self, self.critic]
+        await asyncio.gather(*(group.renew() for group in groups))
+        infos = await self._start()
+        for group in groups:
+            group.step = 0
+            group._restarts += 1
         return infos
 
     async def _start(self) -> list[dict[str, Any]]:
         if self.critic is not None:
             await self.critic.start()
-        meeting = [self.workers[0].rendezvous.remote()]
-        address, port = (await self._wait("rendezvous", meeting, self._timeout_s))[0]
-        return await self._each("setup", address, port)
+        if self.micro_batch_tokens != self._train.micro_batch_tokens:
+            await self.each("limit", self.micro_batch_tokens)
+        address, port = await self.first("rendezvous")
+        return await self.each("setup", address, port)
 
+    @_guarded
     async def fit(self, batch_ref: ray.ObjectRef, step: int | None = None) -> dict[str, float]:
         """Train one step on a batch (a ref of PackedGroups, which is not opened here); returns its metrics.
 
@@ -87,10 +162,15 @@ class TrainerGroup:
         step = self.step + 1 if step is None else step
         if self.critic is not None or self._reference is not None:
             return await self._fit_call_by_call(batch_ref, step)
-        fits = [worker.fit.remote(batch_ref, step) for worker in self.workers]
-        metrics: dict[str, float] = (await self._wait("fit", fits, self._timeout_s))[0]
+        metrics: dict[str, float] = (await self.each("fit", batch_ref, step))[0]
         self.step = step
         return metrics
+
+    @_guarded
+    async def left_out(self) -> dict[GroupKey, str]:
+        """Return the groups of the last step that were not trained, and why."""
+        found: dict[GroupKey, str] = await self.first("left_out")
+        return found
 
     async def _fit_call_by_call(self, batch_ref: ray.ObjectRef, step: int) -> dict[str, float]:
         """Make the calls of a step one by one.
@@ -114,23 +194,27 @@ class TrainerGroup:
 
     # ---------------------------------------------------------------- a step spelled out; all are refs
 
+    @_guarded
     async def compute_old_logprobs(self, batch_ref: ray.ObjectRef) -> ray.ObjectRef:
         """Return logprobs of the batch's trained tokens under the current weights, temperature and cuts as sampled."""
-        return await self._result("compute_old_logprobs", batch_ref)
+        return await self.result_of("compute_old_logprobs", batch_ref)
 
+    @_guarded
     async def compute_ref_logprobs(self, batch_ref: ray.ObjectRef) -> ray.ObjectRef:
         """Return the same under the frozen reference. Raises ValueError without one."""
         if self._reference is not None:
             return await self._reference.compute_ref_logprobs(batch_ref)
-        return await self._result("compute_ref_logprobs", batch_ref)
+        return await self.result_of("compute_ref_logprobs", batch_ref)
 
+    @_guarded
     async def compute_values(self, batch_ref: ray.ObjectRef) -> ray.ObjectRef:
         """Return the critic's value at each trained token, and after tokens at which a trajectory was cut off.
 
         The workers of this group must be a critic's.
         """
-        return await self._result("compute_values", batch_ref)
+        return await self.result_of("compute_values", batch_ref)
 
+    @_guarded
     async def compute_advantages(
         self,
         batch_ref: ray.ObjectRef,
@@ -139,10 +223,11 @@ class TrainerGroup:
         values: ray.ObjectRef | None = None,
     ) -> ray.ObjectRef:
         """Return advantages of the batch's tokens, and with values the critic's returns."""
-        return await self._result(
+        return await self.result_of(
             "compute_advantages", batch_ref, old_logprobs, ref_logprobs, values, ranks=1
         )
 
+    @_guarded
     async def train(
         self,
         batch_ref: ray.ObjectRef,
@@ -158,10 +243,11 @@ class TrainerGroup:
         """
         step = self.step + 1 if step is None else step
         metrics: dict[str, float]
-        metrics = (await self._each("train", batch_ref, step, advantages, old_logprobs, ref_logprobs))[0]
+        metrics = (await self.each("train", batch_ref, step, advantages, old_logprobs, ref_logprobs))[0]
         self.step = step
         return metrics
 
+    @_guarded
     async def train_values(
         self,
         batch_ref: ray.ObjectRef,
@@ -175,43 +261,105 @@ class TrainerGroup:
         `values`: what `compute_values` returned.
         """
         step = self.step + 1 if step is None else step
-        metrics = (await self._each("train_values", batch_ref, step, advantages, values))[0]
+        metrics = (await self.each("train_values", batch_ref, step, advantages, values))[0]
         self.step = step
         return {name if "value" in name else f"critic_{name}": value for name, value in metrics.items()}
 
     # ---------------------------------------------------------------- weights and state
 
+    @_guarded
     async def publish(self, version: int) -> tuple[Manifest, list[ray.ObjectRef]]:
         """Put the weights into the object store as `version`; return their manifest and the refs of their buckets."""
         manifest: Manifest
-        manifest, buckets = (await self._each("publish", version))[0]
+        manifest, buckets = (await self.each("publish", version))[0]
         return manifest, buckets
 
+    @_guarded
+    async def node(self) -> str:
+        """Return the address of rank 0's node."""
+        (facts,) = (await self.beside("facts"))[:1]
+        node: str = facts.node
+        return node
+
+    @_guarded
+    async def open_group(self, members: Sequence[Member], backend: Backend, timeout_s: float) -> Seats:
+        """Open a broadcast group from rank 0 to engines; see GroupSender."""
+        seats: Seats = await self.first("open_group", members, backend, timeout_s)
+        return seats
+
+    @_guarded
+    async def send(self, version: int, seats: Seats) -> str:
+        """Have rank 0 send what it published as `version` to a group; "", or what failed."""
+        failed: str = await self.first("send", version, seats)
+        return failed
+
+    @_guarded
     async def canary(self, token_ids: IntArray) -> FloatArray:
         """Return the logprob of every token but the first under the current weights, at temperature 1."""
-        logprobs: FloatArray = (await self._each("canary_logprobs", token_ids))[0]
+        logprobs: FloatArray = (await self.each("canary_logprobs", token_ids))[0]
         return logprobs
 
-    async def save(self, path: Path | str) -> None:
-        """Write weights, optimizer and random state below `path`, which every rank must see."""
-        await self._each("save", str(path))
-        if self.critic is not None:
-            await self.critic.save(Path(path) / _CRITIC)
+    @_guarded
+    async def save(self, path: Path | str, exports: Mapping[str, bool] | None = None) -> None:
+        """Write weights, optimizer and random state below `path`, which every rank must see.
 
+        `exports`: Hugging Face folders to be made there, by name: False the model, True the average of its weights.
+        """
+        await self.snapshot(path, exports)
+        await self.write_snapshot(path)
+
+    def snapshot(self, path: Path | str, exports: Mapping[str, bool] | None = None) -> Awaitable[object]:
+        """Take what `save` writes as it is now; `write_snapshot` then writes it while steps are trained.
+
+        The ranks are called at once: what is called later finds it taken, also if this is not awaited yet.
+        """
+        self._snapshot_of = self._restarts
+        taking = [self.submitted("snapshot", str(path), exports or {})]
+        if self.critic is not None:
+            taking.append(self.critic.submitted("snapshot", str(Path(path) / _CRITIC), {}))
+        return asyncio.gather(*taking)
+
+    async def write_snapshot(self, path: Path | str) -> bool:
+        """Write what was taken for `path`, durably; False if a rank has nothing that was taken for it.
+
+        Repeated after an error, it goes on; after a success, it writes nothing. Raises RankLostError if the ranks were
+        started again since: it is gone.
+        """
+        if self._snapshot_of != self._restarts:
+            raise RankLostError("the ranks were started again since the snapshot was taken: take another")
+        writing = [self.beside("write_snapshot", str(path))]
+        if self.critic is not None:
+            writing.append(self.critic.beside("write_snapshot", str(Path(path) / _CRITIC)))
+        return all(done for ranks in await asyncio.gather(*writing) for done in ranks)
+
+    @_guarded
     async def load(self, path: Path | str) -> int:
         """Restore what `save` wrote; return the step after which it was saved. Raises CheckpointError."""
         if self.critic is not None:
             await self.critic.load(Path(path) / _CRITIC)
-        self.step = (await self._each("load", str(path)))[0]
+        self.step = (await self.each("load", str(path)))[0]
         return self.step
 
+    @_guarded
+    async def begin_from(self, path: Path | str, *, optimizer: bool) -> None:
+        """Take the weights that another run saved, with its optimizer's state if asked for. Raises CheckpointError.
+
+        A critic begins with the other run's too, if that had one.
+        """
+        if self.critic is not None and (Path(path) / _CRITIC).is_dir():
+            await self.critic.begin_from(Path(path) / _CRITIC, optimizer=optimizer)
+        await self.each("begin_from", str(path), optimizer)
+        self.begun_from = path, optimizer
+
+    @_guarded
     async def save_hf(self, path: Path | str, ema: bool = False) -> None:
         """Write the model and its tokenizer as a Hugging Face folder.
 
         `ema`: with the moving average of its weights, which `train.ema_decay` keeps.
         """
-        await self._each("save_hf", str(path), ema)
+        await self.each("save_hf", str(path), ema)
 
+    @_guarded
     async def offload(self) -> None:
         """Free the devices of all ranks, the critic's included, for other processes; see TrainerWorker.
 
@@ -219,13 +367,14 @@ class TrainerGroup:
         """
         if self.critic is not None:
             await self.critic.offload()
-        await self._each("offload")
+        await self.each("offload")
 
+    @_guarded
     async def reload(self) -> None:
         """Take the devices back. Engines that used them meanwhile must sleep."""
         if self.critic is not None:
             await self.critic.reload()
-        await self._each("reload")
+        await self.each("reload")
 
     async def shutdown(self) -> None:
         """Leave the process group and end the actors, also those that do not answer."""
@@ -233,44 +382,12 @@ class TrainerGroup:
             if other is not None:
                 await other.shutdown()
         try:
-            await self._each("close", timeout_s=min(10.0, self._timeout_s))
+            await self.each("close", timeout_s=min(10.0, self._timeout_s))
         except (RaypostError, ray.exceptions.RayError):
             pass  # A rank that is dead or stuck cannot say goodbye; the kill below ends it.
         finally:
             for worker in self.workers:
                 ray.kill(worker)
-
-    async def _each(self, method: str, *args: Any, timeout_s: float | None = None) -> list[Any]:
-        """Call a method of all ranks at once and return their answers in order; fails as `_wait` does."""
-        calls = [getattr(worker, method).remote(*args) for worker in self.workers]
-        return await self._wait(method, calls, self._timeout_s if timeout_s is None else timeout_s)
-
-    async def _result(self, method: str, *args: Any, ranks: int | None = None) -> ray.ObjectRef:
-        """Call the first `ranks` ranks, or all, at once; return the ref of rank 0's second return once all are done."""
-        calls = [
-            getattr(worker, method).options(num_returns=2).remote(*args) for worker in self.workers[:ranks]
-        ]
-        await self._wait(method, [done for done, _ in calls], self._timeout_s)
-        return calls[0][1]
-
-    async def _wait(self, method: str, refs: Sequence[ray.ObjectRef], timeout_s: float) -> list[Any]:
-        """Return the answers of the ranks, the first of which is that of rank 0.
-
-        The first failure is raised at once: the other ranks may be waiting for the failed one. Raises
-        WaitTimeoutError naming the ranks that are late.
-        """
-        calls = [asyncio.ensure_future(ref) for ref in refs]
-        try:
-            done, late = await asyncio.wait(calls, timeout=timeout_s, return_when=asyncio.FIRST_EXCEPTION)
-            for call in done:
-                call.result()
-            if late:
-                names = ", ".join(f"trainer-{rank}" for rank, call in enumerate(calls) if call in late)
-                raise WaitTimeoutError(f"waited {timeout_s:.0f} s for {method} of {names}")
-            return [call.result() for call in calls]
-        finally:
-            for call in calls:
-                call.cancel()
 
 
 _CRITIC = "critic"

@@ -4,24 +4,26 @@ Owns the rank's environment and process group, its time log, and the lifetime of
 computes is raypost.trainer's. It imports torch and deepspeed in `setup`, in its own process.
 
 Invariants: all ranks get the same calls in the same order, since most are collectives; at most two publications
-are alive, the last one and the one being made, besides the base weights that adapters are added to.
+are alive, the last one and the one being made, besides the base weights that adapters are added to, or those that do
+not change.
 """
 
 from __future__ import annotations
 
 import os
 import socket
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import psutil
 import ray
 
+from actors.training.once import Once
+from actors.training.sender import GroupSender
 from raypost.config import Config
-from raypost.errors import RaypostError
-from raypost.packed import PackedGroups
-from raypost.spans import CHECKPOINT, SYNC, TRAIN, SpanLog
+from raypost.errors import RankLostError, RaypostError
+from raypost.observe.spans import CHECKPOINT, SYNC, TRAIN, Span, SpanLog
 from raypost.trainer.algorithm.token_advantages import (
     CriticInputs,
     PolicyInputs,
@@ -29,8 +31,11 @@ from raypost.trainer.algorithm.token_advantages import (
     TokenValues,
 )
 from raypost.trainer.batch.train_batch import Column
-from raypost.types import FloatArray, IntArray, Span
-from raypost.weights.manifest import Bytes, Given, Manifest, pack, pack_adapters
+from raypost.types import FloatArray, GroupKey, IntArray
+from raypost.types.packed import PackedGroups
+from raypost.weights.delta import DeltaPacker
+from raypost.weights.manifest import Given, Manifest, pack_adapters, pack_by
+from raypost.weights.seats import Backend, Member, Seats
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -38,11 +43,13 @@ if TYPE_CHECKING:
     from raypost.trainer.critic_rank import CriticRank
     from raypost.trainer.engine import Kind
     from raypost.trainer.policy_rank import PolicyRank
+    from raypost.trainer.snapshot import Snapshot
 
 T = TypeVar("T")
 
-CONCURRENCY_GROUPS = {"control": 1}
-"""Spawn TrainerWorker with these: its time log is read while it trains, on a thread of its own."""
+CONCURRENCY_GROUPS = {"control": 1, "write": 1}
+"""Spawn TrainerWorker with these: while it trains, its time log is read and its last snapshot is written, each on a
+thread of its own."""
 
 
 class Publication(NamedTuple):
@@ -52,22 +59,36 @@ class Publication(NamedTuple):
     buckets: list[ray.ObjectRef]
 
 
-class TrainerWorker:
-    """One rank. Everything but `drain_spans` runs on one thread, in the order of the calls."""
+class RankFacts(NamedTuple):
+    """The process of a rank."""
+
+    pid: int
+    node: str
+    ready: bool
+    """Whether it is set up; False in a process that was started again."""
+
+
+class TrainerWorker(Once):
+    """One rank. Everything but `facts`, `drain_spans` and `write_snapshot` runs on one thread, called by `once`."""
 
     def __init__(self, config: Config, model_path: str, rank: int, kind: Kind = "policy") -> None:
         """Prepare a rank; nothing is loaded until `setup`. A critic's `config.train` is `TrainConfig.for_critic`."""
+        super().__init__()
         self._config = config
         self._model_path = model_path
         self._rank = rank
         self._kind = kind
         self._trained: PolicyRank | CriticRank | None = None
         self._published: list[Publication] = []
-        self._packed: list[Bytes] = []
-        """What was put into the object store last: memory for the next version, on rank 0."""
+        self._deltas = self._packer()
+        self._sender = GroupSender()
         self._base: Publication | None = None
         """What adapters are added to, on rank 0 once it was gathered."""
         self._base_gathered = False
+        self._snapshot: Snapshot | None = None
+        """What is not yet written of a checkpoint."""
+        self._snapshot_path = ""
+        """Which folder it was taken for."""
         self._spans = SpanLog(repr(self))
 
     def __repr__(self) -> str:
@@ -85,12 +106,17 @@ class TrainerWorker:
         """Join the other ranks and build the engine; return facts about this rank. Repeated: only facts."""
         if self._trained is None:
             self._trained = self._build(master_addr, master_port)
-        return {
-            "rank": self._rank,
-            "node": ray.util.get_node_ip_address(),
-            "pid": os.getpid(),
-            "step": self._trained.step,
-        }
+        return {"rank": self._rank, "step": self._trained.step, **self.facts()._asdict()}
+
+    @ray.method(concurrency_group="control")  # type: ignore[untyped-decorator]  # Ray has no type for it
+    def facts(self) -> RankFacts:
+        """Return where this process is and whether it has a model; it answers while it trains."""
+        return RankFacts(os.getpid(), ray.util.get_node_ip_address(), self._trained is not None)
+
+    def limit(self, micro_batch_tokens: int) -> None:
+        """Make micro-batches of at most so many tokens; to be called before `setup`."""
+        train = self._config.train.model_copy(update={"micro_batch_tokens": micro_batch_tokens})
+        self._config = self._config.model_copy(update={"train": train})
 
     def _build(self, master_addr: str, master_port: int) -> PolicyRank | CriticRank:
         train = self._config.train
@@ -128,7 +154,9 @@ class TrainerWorker:
     @property
     def _set_up(self) -> PolicyRank | CriticRank:
         if self._trained is None:
-            raise RaypostError(f"{self!r} is not set up: call TrainerGroup.start first")
+            raise RankLostError(
+                f"{self!r} is not set up: its process was started again, or TrainerGroup.start was never called"
+            )
         return self._trained
 
     @property
@@ -151,6 +179,10 @@ class TrainerWorker:
         """Train on the batch as `step`; a repeated step is not trained again. A collective."""
         with self._spans.span(TRAIN):
             return self._policy.train(packed, step)
+
+    def left_out(self) -> dict[GroupKey, str]:
+        """Return the groups of the last step that were not trained, and why."""
+        return self._policy.left_out
 
     # What another call needs is a second return of rank 0: its ref is passed on without being read.
 
@@ -211,64 +243,114 @@ class TrainerWorker:
         with self._spans.span(SYNC):
             # Dropped before the put, the version before the last gives its warm pages to this one.
             self._published = self._published[-1:]
-            lora, bucket_bytes = self._config.train.lora, self._config.train.bucket_mb * 2**20
+            lora = self._config.train.lora
             if lora is None or lora.sync == "merged":
-                made = self._put(self._policy.gather_weights(), lambda all: self._pack(version, all))
+                made = self._put(self._policy.gather_weights(), lambda all: self._deltas.pack(version, all))
             else:
-                made = self._put_adapters(version, bucket_bytes)
+                made = self._put_adapters(version)
             if made is not None:
                 self._published.append(made)
             return made
 
-    def _pack(self, version: int, weights: Given) -> tuple[Manifest, list[Bytes]]:
-        bucket_bytes = self._config.train.bucket_mb * 2**20
-        manifest, self._packed = pack(version, weights, bucket_bytes, reuse=self._packed)
-        return manifest, self._packed
+    @property
+    def _bucket_bytes(self) -> int:
+        return self._config.train.bucket_mb * 2**20
 
-    def _put_adapters(self, version: int, bucket_bytes: int) -> Publication | None:
+    def _packer(self) -> DeltaPacker[ray.ObjectRef]:
+        """Each bucket is put as soon as it is full, so that the weights are never whole in this process."""
+        return DeltaPacker(self._bucket_bytes, ray.put)
+
+    def _put_adapters(self, version: int) -> Publication | None:
         """Put the adapters into the object store, and before the first of them the weights that they are added to."""
+        size = self._bucket_bytes
         if not self._base_gathered:
-            self._base = self._put(self._policy.gather_base(), lambda all: pack(version, all, bucket_bytes))
+            self._base = self._put(
+                self._policy.gather_base(), lambda all: pack_by(version, all, size, ray.put)
+            )
             self._base_gathered = True
         base, factors = self._base, self._policy.gather_adapters()
         if base is None:
             return self._put(factors, None)
         scales = self._policy.adapter_scales
-        made = self._put(
-            factors, lambda all: pack_adapters(version, base.manifest, all, scales, bucket_bytes)
-        )
-        return made and Publication(made.manifest, base.buckets + made.buckets)
+
+        def add(factors: Given) -> tuple[Manifest, list[ray.ObjectRef]]:
+            manifest, buckets = pack_adapters(version, base.manifest, factors, scales, size)
+            return manifest, base.buckets + [ray.put(bucket) for bucket in buckets]
+
+        return self._put(factors, add)
 
     def _put(
         self,
         weights: Iterable[tuple[str, Tensor]],
-        make: Callable[[Given], tuple[Manifest, list[Bytes]]] | None,
+        make: Callable[[Given], tuple[Manifest, list[ray.ObjectRef]]] | None,
     ) -> Publication | None:
-        """Put what `make` makes of the weights into the object store; return None on other ranks than 0."""
+        """Have `make` put the weights into the object store; return None on other ranks than 0."""
         if self._rank != 0 or make is None:
             assert not list(weights), "only rank 0 receives weights"
             return None
         from raypost.weights.tensors import as_bytes
 
-        manifest, buckets = make(as_bytes(weights))
-        return Publication(manifest, [ray.put(bucket) for bucket in buckets])
+        return Publication(*make(as_bytes(weights)))
+
+    def open_group(self, members: Sequence[Member], backend: Backend, timeout_s: float) -> Seats:
+        """Open a broadcast group from this rank to engines; see GroupSender. On rank 0."""
+        return self._sender.open(members, backend, timeout_s)
+
+    def send(self, version: int, seats: Seats) -> str:
+        """Send what was published last, which must be `version`, to a group; "", or what failed. On rank 0."""
+        with self._spans.span(SYNC):
+            published = [one for one in self._published if one.manifest.version == version]
+            if not published:
+                return f"version {version} is not published by this process: it was started again"
+            return self._sender.send(published[-1].buckets, seats)
 
     def canary_logprobs(self, token_ids: IntArray) -> FloatArray:
         """Return the logprob of every token but the first at temperature 1, float32. A collective."""
         return self._policy.canary_logprobs(token_ids)
 
-    def save(self, path: str) -> None:
-        """Write this rank's part of a checkpoint. A collective."""
+    def snapshot(self, path: str, exports: Mapping[str, bool]) -> None:
+        """Take this rank's part of a checkpoint below `path`, for `write_snapshot`. A collective.
+
+        `exports`: Hugging Face folders by name, with the average of the weights or with themselves. Where memory is
+        too short for a copy, it is written here.
+        """
         with self._spans.span(CHECKPOINT):
-            self._ready.save(Path(path))
+            trained = self._ready
+            self._snapshot = self._policy.export_snapshot(exports) if exports else trained.snapshot()
+            self._snapshot_path = path
+            if not self._snapshot.is_copy:
+                self.write_snapshot(path)
+
+    @ray.method(concurrency_group="write")  # type: ignore[untyped-decorator]  # Ray has no type for it
+    def write_snapshot(self, path: str) -> bool:
+        """Write what was taken for `path`, durably, while the rank goes on; False if nothing was taken for it.
+
+        Repeated after a success, it writes nothing.
+        """
+        if self._snapshot_path != path:
+            return False
+        if self._snapshot is not None:
+            self._snapshot.write(Path(path))
+            self._snapshot = None
+        return True
 
     def load(self, path: str) -> int:
         """Restore a checkpoint and return its step. What was published is no longer valid. A collective."""
         with self._spans.span(CHECKPOINT):
-            self._published.clear()
-            self._base = None
-            self._base_gathered = False
+            self._forget_published()
             return self._ready.load(Path(path))
+
+    def begin_from(self, path: str, optimizer: bool) -> None:
+        """Take weights from another run's checkpoint, and its optimizer's state; the step stays. A collective."""
+        with self._spans.span(CHECKPOINT):
+            self._forget_published()
+            self._ready.begin_from(Path(path), optimizer=optimizer)
+
+    def _forget_published(self) -> None:
+        self._published.clear()
+        self._deltas = self._packer()
+        self._base = None
+        self._base_gathered = False
 
     def save_hf(self, path: str, ema: bool = False) -> None:
         """Write the model, or the moving average of its weights, as a Hugging Face folder. A collective."""

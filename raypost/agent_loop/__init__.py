@@ -1,1 +1,1 @@
-"""Agent loops: how a group's trajectories are made and judged. Each implements `protocols.AgentLoop`."""
+"""Agent loops: how a group's trajectories are made and judged. Each implements `types.generation.AgentLoop`."""

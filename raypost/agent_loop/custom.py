@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copy
 import inspect
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,8 +15,7 @@ from raypost.config import RolloutConfig, TaskConfig
 from raypost.config.imports import load_function
 from raypost.data.tokenizer import Tokenizer
 from raypost.errors import ConfigError
-from raypost.protocols import AgentLoop, Generator, Judge
-from raypost.types import Group
+from raypost.types import AgentLoop, Generator, Group, GroupKey, Judge
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,3 +66,9 @@ class CustomAgentLoop:
     async def interrupt(self) -> None:
         """Pass it on."""
         await self._loop.interrupt()
+
+    async def forget(self, keys: Sequence[GroupKey]) -> None:
+        """Pass it on, if the loop has it."""
+        forget = getattr(self._loop, "forget", None)
+        if forget is not None:
+            await forget(keys)

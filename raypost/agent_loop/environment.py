@@ -1,54 +1,53 @@
 """EnvironmentAgentLoop: the policy and an environment take turns until one of them ends the trajectory.
 
-Owns the order of the turns, the token budget and the continuation of interrupted trajectories. Owns neither routing
-(the generator), nor the reward of an action (the environment, hosted by episode.py), nor how turns are recorded
-(turns.py).
+Owns how an environment is made, asked and replayed. Owns neither the order of the turns (turn_loop.py), nor the reward
+of an action (the environment, hosted by episode.py).
 
     reset -> [observation] -> action -> step -> [observation] -> action -> step -> ... -> COMPLETED
                                 |         +- raises, hangs, reward not finite -> FAILED
-                                +- pause -> ABORTED, tokens and turns kept
+                                +- pause -> ABORTED; the environment is parked, with a step that still runs
 
-An environment does not outlive one run of its group: an interrupted trajectory gets a new one, to which the
-recorded actions are replayed. It must answer then as it answered before, or the trajectory is FAILED; one that
-cannot promise that needs `enable_partial_rollout: false`, which starts again instead.
+A trajectory whose environment is gone when the pause is over gets a new one. If that is `deterministic`, the recorded
+actions are replayed to it; any other trajectory, and one that was answered differently, starts again.
 
-Invariants: those of GroupLoop; every token sent to the engine is one that was sampled or observed, never one encoded
-again from text; an observation is appended only if an action can follow; an environment is not called after its
-trajectory was interrupted or failed.
+Invariants: those of TurnLoop; all plain methods of an environment run in one thread, or in a process of its own
+(isolated.py).
 """
 
 from __future__ import annotations
 
 import copy
+import functools
+import hashlib
+import logging
 import math
-from collections.abc import Callable
-from typing import Literal
+from collections.abc import Callable, Coroutine, Mapping, Sequence
+from typing import Any, Literal, TypeVar
 
 import numpy as np
 
-from raypost.agent_loop.episode import Environment, Episode, Observation
-from raypost.agent_loop.group_loop import GroupLoop, MemberFailedError, complete, fail, stopped
-from raypost.agent_loop.turns import (
-    TURNS,
-    Turn,
-    append_observation,
-    open_action,
-    record_turns,
-    recorded_turns,
-)
+from raypost.agent_loop.episode import Environment, Episode, Observation, takes_seed
+from raypost.agent_loop.group_loop import MemberFailedError, complete
+from raypost.agent_loop.isolated import EnvironmentProcesses, IsolatedEnvironment
+from raypost.agent_loop.parking import PARKED
+from raypost.agent_loop.turn_loop import Answer, InterruptedTurnError, Play, TurnLoop, reopened
+from raypost.chat.record import SessionRecord
+from raypost.chat.renderer import Renderer
 from raypost.config import AgentLoopConfig, RolloutConfig, StrategyConfig
-from raypost.errors import AlignmentError, Boundary, blame
-from raypost.protocols import Generator
-from raypost.types import Group, IntArray, RolloutState, Status
+from raypost.errors import Boundary
+from raypost.observe.spans import ENVIRONMENT
+from raypost.types import Generator, Group, IntArray, RolloutState
+from raypost.types.turns import TURNS, recorded_turns
 
 __all__ = ["Environment", "EnvironmentAgentLoop", "Observation"]
+log = logging.getLogger(__name__)
+Messages = Sequence[Mapping[str, Any]]
+T = TypeVar("T")
+MAX_INFO = 400
+"""Characters that are kept of what an environment says besides."""
 
 
-class _InterruptedError(Exception):
-    """A pause came; the trajectory goes on later."""
-
-
-class EnvironmentAgentLoop(GroupLoop):
+class EnvironmentAgentLoop(TurnLoop):
     """Runs every unfinished member of a group at once, each with an environment of its own."""
 
     def __init__(
@@ -63,138 +62,178 @@ class EnvironmentAgentLoop(GroupLoop):
         rollout: RolloutConfig | None = None,
         strategy: StrategyConfig | None = None,
         retryable: tuple[type[BaseException], ...] = (),
+        worker: str = "",
+        seed: int = 0,
+        renderer: Renderer | None = None,
+        opening: Callable[[Mapping[str, Any], Messages], IntArray] | None = None,
     ) -> None:
         """`environment` makes one, in the event loop: what takes long belongs into `reset`.
 
-        `encode` gives an observation's ids, with what a chat template puts around it. Uses `max_turns`,
-        `max_turn_tokens` and `step_timeout_s` of `options`, `request_timeout_s` and `pause_timeout_s` of `rollout`,
-        and `enable_partial_rollout` of `strategy`. `retryable` errors mean that an environment's host died: they are
-        raised.
+        `encode` gives an observation's ids, with what a chat template puts around it; observations that are messages
+        need `renderer`, and at the beginning `opening`, which renders the prompt with these metadata and them.
+        Uses `max_turns`, `max_turn_tokens` and the deadlines of `options`, `request_timeout_s` and `pause_timeout_s` of
+        `rollout`, and `enable_partial_rollout` of `strategy`. `retryable` errors mean that an environment's host died:
+        they are raised. `worker` and `seed`: see TurnLoop, and Environment.reset.
         """
-        super().__init__(generator, decode, rollout, strategy)
+        super().__init__(generator, decode, options, rollout, strategy, worker=worker, retryable=retryable)
         self._environment = environment
         self._encode = encode
-        self._options = options or AgentLoopConfig()
         self._action_kind = action
-        self._retryable = retryable
+        self._seed = seed
+        self._renderer = renderer
+        self._opening = opening
+
+    async def close(self) -> None:
+        """End the parked episodes, and the processes of environments."""
+        await super().close()
+        if isinstance(self._environment, EnvironmentProcesses):
+            await self._environment.close()
 
     async def run(self, group: Group) -> Group:
         """Run every member that is not COMPLETED to its end; return the same group, statuses set.
 
         Raises only errors that are no member's: a generator whose process is gone, a retryable error, or a bug.
         """
-        await self._each(group, self._run_member)
+        for state in await self._each(group, self._play):
+            state.response_text = self._decode(state.response_ids)
+            complete(state, math.fsum(turn.reward for turn in recorded_turns(state)))
         return group
 
     # ---------------------------------------------------------------- one trajectory
 
-    async def _run_member(self, state: RolloutState) -> bool:
-        if state.status is Status.EXPIRED or not self._enable_partial_rollout:
-            state.reset()
-        name = f"{state.task}/{state.group_id}/{state.sample_index}"
-        episode = Episode(name, self._options.step_timeout_s)
+    async def _open(self, state: RolloutState) -> Play:
+        episode = self._episode(state)
         try:
-            turns = await self._begin(state, episode)
-            while not await self._take_turn(state, episode, turns):
-                pass
-            state.response_text = self._decode(state.response_ids)
-            complete(state, math.fsum(turn.reward for turn in turns))
-        except _InterruptedError:
-            self._abort(state)
-        except (MemberFailedError, AlignmentError) as error:
-            fail(state, blame(Boundary.AGENT_LOOP, str(error)))
-        finally:
+            return await self._first(state, episode)
+        except BaseException:
             await episode.close()
-        return state.status is Status.COMPLETED
+            raise
 
-    async def _begin(self, state: RolloutState, episode: Episode) -> list[Turn]:
-        """Make an environment and bring it to where the trajectory stands; return the turns so far."""
-        turns = recorded_turns(state)
-        # A copy: siblings share what is in it.
-        metadata = copy.deepcopy({name: value for name, value in state.metadata.items() if name != TURNS})
-        try:
-            episode.environment = self._environment()
-        # A supervision boundary: whatever a user's environment raises is the reason of one FAILED trajectory.
-        except Exception as error:
-            raise _environment_failed(f"the environment could not be made: {error!r:.500}") from error
-        seen = await self._ask(episode, "reset", metadata, "reset")
-        ids, bound = self._ids_of(seen), state.sample_params.max_tokens
+    async def _first(self, state: RolloutState, episode: Episode) -> Play:
+        await self._make(episode)
+        seen = await self._reset(state, episode)
+        if seen.messages:
+            if self._opening is None:
+                raise _failed("reset observed messages, but the task has no chat template: observe text")
+            prompt = self._opening(_own(state), seen.messages)
+            if len(prompt) > len(state.prompt_ids) + state.sample_params.max_tokens // 2:
+                raise _failed(
+                    f"reset observed messages with which the prompt has {len(prompt)} tokens, and without them "
+                    f"{len(state.prompt_ids)}: it may grow by half of max_tokens={state.sample_params.max_tokens}"
+                )
+            state.prompt_ids = prompt
+            ids = prompt[:0]
+        else:
+            ids = self._ids_of(seen)
+        bound = state.sample_params.max_tokens
         if seen.done or len(ids) >= bound:
-            raise _environment_failed(
+            raise _failed(
                 f"the environment's reset leaves no turn: done is {seen.done}, and it was observed with "
                 f"{len(ids)} of max_tokens={bound} tokens"
             )
-        if state.num_tokens == 0:
-            append_observation(state, ids)
-            return []
-        first = turns[0].start if turns else open_action(state, turns)
-        self._check_replayed(state.response_ids[:first], seen, "reset")
-        for number, turn in enumerate(turns, 1):
-            action = self._action(state.response_ids[turn.start : turn.end])
-            seen = await self._ask(episode, "step", action, f"turn {number}, replayed")
-            self._check_replayed(state.response_ids[turn.end : turn.next], seen, f"turn {number}")
-        return turns
+        record = SessionRecord()
+        first = record.extend(None, np.concatenate([state.prompt_ids, ids]))
+        return Play(len(state.prompt_ids), record, first, [], episode.close, world=episode)
 
-    def _check_replayed(self, before: IntArray, seen: Observation, when: str) -> None:
-        now = self._ids_of(seen)
-        if seen.done or not np.array_equal(before, now):
-            raise _environment_failed(
-                f"the environment answered differently when {when} was replayed after a pause: {len(before)} "
-                f"tokens before, {len(now)} now, done is {seen.done}; make it deterministic, or set "
-                "enable_partial_rollout to false"
+    async def _reopen(self, state: RolloutState) -> Play | None:
+        """Replay the recorded actions to a new environment that is deterministic."""
+        episode = self._episode(state)
+        play: Play | None = None
+        try:
+            await self._make(episode)
+            if getattr(episode.environment, "deterministic", False) and await self._replays(state, episode):
+                play = reopened(state)
+                play.close_world, play.world = episode.close, episode
+        finally:
+            if play is None:
+                await episode.close()
+        return play
+
+    async def _replays(self, state: RolloutState, episode: Episode) -> bool:
+        """Bring an environment to where the trajectory stands; return whether it answered as it did before."""
+        turns = recorded_turns(state)
+        play = reopened(state)
+        first = play.open.turn.path()[0].context[len(state.prompt_ids) :]
+        seen = await self._reset(state, episode)
+        same = not seen.done and (bool(seen.messages) or np.array_equal(first, self._ids_of(seen)))
+        for turn in turns:
+            if not same:
+                break
+            action = state.response_ids[turn.start : turn.end]
+            seen = await self._settled(self._step(episode, action), "a replayed turn")
+            same = not seen.done and (
+                bool(seen.messages)
+                or np.array_equal(state.response_ids[turn.end : turn.next], self._ids_of(seen))
             )
+        if not same:
+            log.warning(
+                "an environment of task %s says that it is deterministic, and answered differently when it was "
+                "replayed: the trajectory starts again",
+                state.task,
+            )
+        return same
 
-    async def _take_turn(self, state: RolloutState, episode: Episode, turns: list[Turn]) -> bool:
-        """Generate one action and have it answered; return whether it was the last turn."""
-        start, number = open_action(state, turns), len(turns) + 1
-        await self._act(state, start)
-        end = state.num_tokens
-        seen = await self._ask(episode, "step", self._action(state.response_ids[start:]), f"turn {number}")
-        if not math.isfinite(seen.reward):
-            raise _environment_failed(f"the environment gave reward {seen.reward} in turn {number}")
-        ids = self._ids_of(seen)
-        ended = seen.done or number >= self._options.max_turns or len(ids) >= state.remaining_tokens
-        if not ended:
-            append_observation(state, ids)
-        turns.append(Turn(start, end, state.num_tokens, float(seen.reward), seen.done))
-        record_turns(state, turns)
-        state.finish_reason = "stop" if seen.done else "length" if ended else None
-        return ended
+    async def _answer(self, state: RolloutState, play: Play) -> Answer:
+        with self.spans.span(ENVIRONMENT):
+            seen = await self._step(play.world, play.open.turn.ids)
+        reward: object = seen.reward
+        if isinstance(reward, str) or not math.isfinite(seen.reward):
+            raise _failed(f"the environment gave reward {reward!r:.40} in turn {len(play.turns) + 1}")
+        ids, reward_of_turn = self._following(play, seen), float(seen.reward)
+        return Answer(ids=ids, reward=reward_of_turn, done=bool(seen.done), info=_told(seen.info))
 
-    # ---------------------------------------------------------------- the policy's half of a turn
+    def _following(self, play: Play, seen: Observation) -> IntArray:
+        if not seen.messages or seen.done:
+            return self._ids_of(seen)
+        bridge = None
+        if self._renderer is not None:
+            bridge = self._renderer.bridge(play.token_ids, seen.messages)
+        if bridge is None:
+            raise _failed(
+                "its observation is messages, which cannot follow the turn: the task needs a chat template that "
+                "leaves what was said as it was; observe text instead"
+            )
+        return bridge
 
-    async def _act(self, state: RolloutState, start: int) -> None:
-        """Generate the rest of the action. Raises _InterruptedError if a pause came before its end."""
-        if state.num_tokens > start and self._is_complete(state, start):
-            return
-        before = state.num_tokens
-        status = await self._generate(state, self._tokens_left(state, start))
-        if status is Status.ABORTED and not (state.num_tokens > before and self._is_complete(state, start)):
-            raise _InterruptedError
+    def _failed(self, error: BaseException, number: int) -> MemberFailedError:
+        return _failed(f"the environment failed in turn {number}: {error!r:.500}")
 
-    def _tokens_left(self, state: RolloutState, start: int) -> int:
-        bound = self._options.max_turn_tokens or state.sample_params.max_tokens
-        return min(state.remaining_tokens, bound - (state.num_tokens - start))
+    # ---------------------------------------------------------------- the environment
 
-    def _is_complete(self, state: RolloutState, start: int) -> bool:
-        return stopped(state) or self._tokens_left(state, start) <= 0
+    def _episode(self, state: RolloutState) -> Episode:
+        name = f"{state.task}/{state.group_id}/{state.sample_index}"
+        return Episode(name, self._options.step_timeout_s)
 
-    # ---------------------------------------------------------------- the environment's half
+    async def _make(self, episode: Episode) -> None:
+        """Make an environment. Raises InterruptedTurnError and MemberFailedError."""
+        try:
+            episode.environment = made = self._environment()
+        # A supervision boundary: whatever a user's environment raises is the reason of one FAILED trajectory.
+        except Exception as error:
+            raise _failed(f"the environment could not be made: {error!r:.500}") from error
+        if isinstance(made, IsolatedEnvironment):
+            await self._settled(made.start(), "its making")
 
-    async def _ask(self, episode: Episode, method: str, argument: object, when: str) -> Observation:
-        """Call an environment once. Raises _InterruptedError, MemberFailedError and retryable errors."""
-        asked = await self._until_interrupted(episode.ask(method, argument), when)
+    async def _reset(self, state: RolloutState, episode: Episode) -> Observation:
+        """Reset an environment. Raises InterruptedTurnError, MemberFailedError and retryable errors."""
+        seed = group_seed(self._seed, state)
+        ask = functools.partial(episode.ask, "reset", _own(state))
+        work = ask(seed=seed) if takes_seed(episode.environment) else ask()
+        return await self._settled(work, "reset")
+
+    async def _settled(self, work: Coroutine[Any, Any, T], when: str) -> T:
+        asked = await self._until_interrupted(work, when)
         if asked.cancelled():
-            raise _InterruptedError
+            raise InterruptedTurnError
         error = asked.exception()
         if isinstance(error, self._retryable):
             raise error
         if error is not None:
-            raise _environment_failed(f"the environment failed in {when}: {error!r:.500}") from error
+            raise _failed(f"the environment failed in {when}: {error!r:.500}") from error
         return asked.result()
 
-    def _action(self, ids: IntArray) -> str | IntArray:
-        return self._decode(ids) if self._action_kind == "text" else ids
+    async def _step(self, episode: Episode, ids: IntArray) -> Observation:
+        return await episode.ask("step", self._decode(ids) if self._action_kind == "text" else ids)
 
     def _ids_of(self, seen: Observation) -> IntArray:
         if seen.ids is not None:
@@ -202,5 +241,23 @@ class EnvironmentAgentLoop(GroupLoop):
         return np.asarray(self._encode(seen.text) if seen.text else [], np.int32)
 
 
-def _environment_failed(text: str) -> MemberFailedError:
+def group_seed(seed: int, state: RolloutState) -> int:
+    """Return a seed that all siblings of a group share, and no other group has."""
+    name = f"{seed}/{state.task}/{state.group_id}".encode()
+    return int.from_bytes(hashlib.blake2b(name, digest_size=4).digest(), "big") >> 1
+
+
+def _told(info: Mapping[str, Any]) -> str:
+    """Return what an environment has to say besides as a short text."""
+    return ", ".join(f"{name} {value!s:.100}" for name, value in info.items())[:MAX_INFO]
+
+
+def _own(state: RolloutState) -> dict[str, Any]:
+    """Return a copy of the prompt's metadata: siblings share what is in it."""
+    return copy.deepcopy(
+        {name: value for name, value in state.metadata.items() if name not in (TURNS, PARKED)}
+    )
+
+
+def _failed(text: str) -> MemberFailedError:
     return MemberFailedError(Boundary.ENVIRONMENT, text)

@@ -8,13 +8,15 @@ methods of one environment run in the same thread, one after the other.
 from __future__ import annotations
 
 import asyncio
+import functools
 import inspect
 import logging
-from collections.abc import Awaitable
-from dataclasses import dataclass
+from collections.abc import Awaitable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from raypost.agent_loop.threads import SideThread
+from raypost.observe.waits import waiting
 from raypost.types import IntArray
 
 log = logging.getLogger(__name__)
@@ -22,27 +24,52 @@ log = logging.getLogger(__name__)
 
 @dataclass(slots=True, kw_only=True, frozen=True)
 class Observation:
-    """An environment's answer: text, or ids instead, the reward of the turn, and whether it was the last."""
+    """An environment's answer: text, ids or messages, the reward of the turn, and whether it was the last."""
 
     text: str = ""
     ids: IntArray | None = None
+    messages: Sequence[Mapping[str, Any]] = ()
+    """Rendered by the task's chat template instead: {"role": "user", "content": ...}. What `reset` observes so stands
+    in the prompt, behind the task's own messages."""
     reward: float = 0.0
     done: bool = False
+    info: Mapping[str, Any] = field(default_factory=dict)
+    """What else it has to say: `raypost explain` shows the beginning of it with the turn. Nothing else uses it."""
+
+
+def saying(text: str, *, messages: bool, **more: Any) -> Observation:
+    """Return an observation of words: a message of the user, or a text on lines of its own."""
+    if messages:
+        return Observation(messages=[{"role": "user", "content": text}], **more)
+    return Observation(text=f"\n{text}\n", **more)
 
 
 class Environment(Protocol):
     """What the policy interacts with. Methods may be coroutine functions.
 
-    `close()`, if there is one, is called at the end, also after a failure.
+    `close()`, if there is one, is called at the end, also after a failure. With an attribute `deterministic` that is
+    true it may be replayed: the same actions are answered in the same way by another one, after the same reset.
     """
 
     def reset(self, metadata: dict[str, Any]) -> Observation | Awaitable[Observation]:
-        """Begin with the prompt that has this metadata. The observation follows the prompt."""
+        """Begin with the prompt that has this metadata. The observation follows the prompt.
+
+        With a parameter `seed` it is given a number that all siblings of a group share.
+        """
         ...
 
     def step(self, action: Any) -> Observation | Awaitable[Observation]:
         """Answer an action: its text, or its ids if the agent loop has `action="ids"`."""
         ...
+
+
+def takes_seed(environment: Any) -> bool:
+    """Return whether an environment's reset has a parameter `seed`."""
+    try:
+        parameters = inspect.signature(environment.reset).parameters
+    except (TypeError, ValueError):
+        return False
+    return "seed" in parameters
 
 
 class Episode:
@@ -54,12 +81,16 @@ class Episode:
         self._thread = SideThread(f"environment {name}")
         self._timeout_s = timeout_s
 
-    async def ask(self, method: str, argument: object) -> Observation:
+    async def ask(self, method: str, argument: object, **more: object) -> Observation:
         """Call a method and return its answer. Raises TimeoutError, TypeError, and what the environment raises."""
         deadline = asyncio.timeout(self._timeout_s)
         try:
+            what = f"{type(self.environment).__name__}.{method}"
             async with deadline:
-                seen = await self._thread.call(getattr(self.environment, method), argument)
+                called = getattr(self.environment, method)
+                asked = functools.partial(called, **more) if more else called
+                with waiting(what, self._timeout_s, outside="environment"):
+                    seen = await self._thread.call(asked, argument)
         except TimeoutError as error:
             if deadline.expired():
                 raise TimeoutError(f"it took longer than step_timeout_s={self._timeout_s:.0f}") from error

@@ -15,14 +15,12 @@ together or one after the other are judged in one call.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 
-from raypost.agent_loop.group_loop import GroupLoop, MemberFailedError, complete, fail, stopped
+from raypost.agent_loop.group_loop import GroupLoop, MemberFailedError, fail, stopped
+from raypost.agent_loop.judging import Judging
 from raypost.config import RolloutConfig, StrategyConfig
-from raypost.errors import Boundary, JudgeError, WaitTimeoutError, blame
-from raypost.protocols import Generator, Judge
-from raypost.types import Group, IntArray, RolloutState, Status
+from raypost.types import Generator, Group, IntArray, Judge, RolloutState, Status
 
 
 class SingleTurnAgentLoop(GroupLoop):
@@ -42,7 +40,9 @@ class SingleTurnAgentLoop(GroupLoop):
         Uses `request_timeout_s` and `pause_timeout_s` of `rollout`, and `enable_partial_rollout` of `strategy`.
         """
         super().__init__(generator, decode, rollout, strategy)
-        self._judge = judge
+        self._judging = Judging(
+            judge, self._until_interrupted, lambda state: self._decode(state.response_ids)
+        )
 
     async def run(self, group: Group) -> Group:
         """Generate and judge every member that is not COMPLETED; return the same group, statuses set.
@@ -51,13 +51,7 @@ class SingleTurnAgentLoop(GroupLoop):
         """
         # Not COMPLETED before it is judged: cancelled here, a member must not look finished.
         finished = await self._each(group, self._respond)
-        done = {state.sample_index for state in finished}
-        if any(s.status is Status.ABORTED and s.sample_index not in done for s in group.states):
-            # They are judged with the others, when those are done: a judge may compare them.
-            for state in finished:
-                state.status = Status.ABORTED
-        elif finished:
-            await self._score(finished)
+        await self._judging.end(group, finished)
         return group
 
     async def _respond(self, state: RolloutState) -> bool:
@@ -82,30 +76,3 @@ class SingleTurnAgentLoop(GroupLoop):
 
     def _is_finished(self, state: RolloutState) -> bool:
         return state.num_tokens > 0 and (stopped(state) or state.remaining_tokens <= 0)
-
-    async def _score(self, states: list[RolloutState]) -> None:
-        for state in states:
-            state.response_text = self._decode(state.response_ids)
-        judging = await self._until_interrupted(self._judged(states), f"judge group {states[0].group_id}")
-        if judging.cancelled():
-            for state in states:
-                state.status = Status.ABORTED
-                state.num_aborts += 1
-            return
-        try:
-            rewards = judging.result()
-        except (JudgeError, WaitTimeoutError) as error:
-            for state in states:
-                fail(state, blame(Boundary.JUDGE, str(error)))
-            return
-        for state, reward in zip(states, rewards, strict=True):
-            if math.isfinite(reward):
-                complete(state, reward)
-            else:
-                fail(state, blame(Boundary.JUDGE, f"the judge gave reward {reward}"))
-
-    async def _judged(self, states: list[RolloutState]) -> list[float]:
-        rewards = await self._judge.judge(states)
-        if len(rewards) != len(states):
-            raise JudgeError(f"the judge gave {len(rewards)} rewards for {len(states)} responses")
-        return rewards

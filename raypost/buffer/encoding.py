@@ -10,14 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from raypost.packed import (
-    ALIGNMENT,
-    ARRAY_TYPES,
-    PADDING,
-    PackedGroups,
-    arrays_of,
-    padded,
-)
+from raypost.types.packed import ALIGNMENT, ARRAY_TYPES, PADDING, PackedGroups, arrays_of, padded
 
 
 def to_buffers(packed: PackedGroups) -> list[memoryview]:
@@ -89,7 +82,8 @@ def _check_lengths(packed: PackedGroups) -> None:
         if offsets[0] != 0 or offsets[-1] != len(column) or (np.diff(offsets) < 0).any():
             raise ValueError(f"a column of {len(column)} values is cut at {offsets[:8].tolist()}...")
     ends = np.append(0, np.cumsum(packed.run_lengths, dtype=np.int64))
-    per_trajectory = {len(one) for one in packed.offsets} | {len(packed.num_aborts) + 1}
+    per_trajectory = {len(one) for one in packed.offsets}
+    per_trajectory |= {len(packed.num_aborts) + 1, len(packed.sample_indices) + 1}
     if per_trajectory != {num_samples + 1} or (ends[packed.run_offsets] != packed.response_offsets).any():
         raise ValueError("its runs are not as long as its responses")
 

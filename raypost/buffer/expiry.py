@@ -6,16 +6,16 @@ which works on a batch that belongs to its caller.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 
 import numpy as np
 from numpy.typing import NDArray
 
 from raypost.buffer.status_index import StoredGroup
-from raypost.errors import ConfigError
-from raypost.packed import PackedGroups, group_nbytes, group_starts, pack_groups, unpack_groups
-from raypost.protocols import TaskLimits
-from raypost.staleness import (
+from raypost.errors import CheckpointError, ConfigError
+from raypost.types import Status, TaskLimits
+from raypost.types.packed import PackedGroups, group_starts, pack_groups, unpack_groups
+from raypost.types.staleness import (
     NEVER,
     expiry_steps,
     fresh_tokens,
@@ -23,7 +23,6 @@ from raypost.staleness import (
     oldest_versions,
     staleness_of,
 )
-from raypost.types import Status
 
 
 class Expiry:
@@ -50,22 +49,33 @@ class Expiry:
             raise ConfigError(f"the buffer knows no task {task!r}, only {sorted(self._limits)}")
         return self._limits[task]
 
+    def check_tasks(self, tasks: Collection[str], where: str) -> None:
+        """Raise CheckpointError if `where` has others than these."""
+        if foreign := set(tasks) - self._limits.keys():
+            raise CheckpointError(f"{where} has tasks {sorted(foreign)}, this run has {sorted(self._limits)}")
+
     def facts(self, packed: PackedGroups) -> Iterator[tuple[int, int, int]]:
         """Yield `oldest`, `expires_at` and `nbytes` of every group, as StoredGroup has them."""
         if not packed.num_groups:
             return iter(())
         starts = group_starts(packed)
         oldest, expires = (np.minimum.reduceat(one, starts).tolist() for one in self._ages(packed))
-        return zip(oldest, expires, group_nbytes(packed).tolist(), strict=True)
+        return zip(oldest, expires, _group_nbytes(packed).tolist(), strict=True)
 
     def reset(self, alone: PackedGroups, train_step: int) -> PackedGroups:
-        """Return a single group with its expired members as if never generated, and their siblings kept."""
+        """Return a single group with its expired members as if never generated, and their siblings kept.
+
+        A session is as old as its oldest trajectory, and one trajectory when it is reset.
+        """
         (group,) = unpack_groups(alone)
-        expired = train_step >= self._ages(alone)[1]
-        for state, is_old in zip(group.states, expired.tolist(), strict=True):
-            if is_old:
-                state.reset()
-                state.status = Status.EXPIRED
+        expired = iter((train_step >= self._ages(alone)[1]).tolist())
+        members, group.states = group.members, []
+        for member in members:
+            if any([next(expired) for _ in member]):
+                del member[1:]
+                member[0].reset()
+                member[0].status = Status.EXPIRED
+            group.states += member
         return pack_groups([group])
 
     def is_tried_out(self, alone: PackedGroups) -> bool:
@@ -102,3 +112,13 @@ class Expiry:
 def staleness_at(group: StoredGroup, train_step: int) -> int:
     """Return the staleness of the group's oldest token; 0 when no policy produced any of its tokens."""
     return 0 if group.oldest == NEVER else staleness_of(group.oldest, train_step)
+
+
+def _group_nbytes(packed: PackedGroups) -> NDArray[np.int64]:
+    """Return the bytes of the token arrays and details of every group, [G]."""
+    starts = group_starts(packed)
+    nbytes = np.diff(packed.detail_offsets)
+    for column, offsets in zip(packed.columns, packed.offsets, strict=True):
+        bounds = offsets[np.append(starts, packed.num_samples)]
+        nbytes = nbytes + column.itemsize * np.diff(bounds)
+    return nbytes

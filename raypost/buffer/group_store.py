@@ -12,8 +12,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from raypost.packed import PackedGroups, join_groups, slice_groups
 from raypost.types import GroupKey
+from raypost.types.packed import PackedGroups, join_groups, slice_groups
 
 
 @dataclass(slots=True, eq=False)

@@ -8,24 +8,21 @@ Owns the files and their size: a data file without live groups is written over b
 emptied when more than half of the bytes are garbage, and the log is rewritten when it has grown to a multiple of
 what it says. Owns neither the state nor the rules of the buffer.
 
-Every change is handed to the kernel before the state applies it: it survives the death of the process, not that of
-the machine. A record that was cut off by such a death is removed, with a warning; damage
-anywhere else is a CheckpointError.
+Every change is handed to the kernel before the state applies it: it survives the death of the process, and with `fsync`
+that of the machine. A record that was cut off by such a death is removed, with a warning. At damage anywhere else the
+journal is cut: what stands before it, and can be read, is the state, which says that it was cut (BufferState.cut).
 
 A journal belongs to one attempt to run a job. The same attempt continues it (its buffer was restarted); any
-other attempt begins anew, since it starts from a checkpoint or from nothing.
+other attempt begins anew, since it starts from a checkpoint or from nothing, whatever the folder holds.
 
 Invariants: the log never names bytes that were not written before it; data that it names is never changed.
 """
 
 from __future__ import annotations
 
-import fcntl
-import json
 import logging
 import os
-import struct
-import time
+import shutil
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -34,10 +31,12 @@ from typing import Any, NamedTuple
 import xxhash
 
 from raypost.buffer.encoding import from_buffer, to_buffers
+from raypost.buffer.journal_files import LOCK, framed, head_of, hold, read_log, write_at
 from raypost.buffer.state import BufferState, Change, decode_change, tupled
 from raypost.errors import CheckpointError
-from raypost.packed import PackedGroups, join_groups, slice_groups
+from raypost.files.disk import Fsync, Patience, Syncing
 from raypost.types import GroupKey
+from raypost.types.packed import PackedGroups, join_groups, slice_groups
 
 log = logging.getLogger(__name__)
 
@@ -47,11 +46,7 @@ GARBAGE_BYTES = 64 << 20
 """So much garbage is left alone."""
 LOG_BYTES = 4 << 20
 """The log is not rewritten before it has grown by this much."""
-LOCK_TIMEOUT_S = 10.0
-FORMAT = 3
-
-_FRAME = struct.Struct("<IIQ")
-"""Length of the body, checksum of that length, checksum of the body."""
+FORMAT = 4
 
 
 class Extent(NamedTuple):
@@ -87,10 +82,14 @@ class BufferJournal:
         file_bytes: int = FILE_BYTES,
         garbage_bytes: int = GARBAGE_BYTES,
         log_bytes: int = LOG_BYTES,
+        patience_s: float = 0.0,
+        fsync: Fsync = "off",
     ) -> None:
         """Continue `attempt`'s journal in `folder` if there is one, else begin it, removing any other's.
 
-        Raises CheckpointError if it is damaged, or another process keeps writing it.
+        `patience_s`: how long a write waits for a disk that refuses it; whoever puts groups waits with it.
+
+        Raises CheckpointError if it is of another format, or another process keeps writing it.
         """
         self.folder = folder
         self.attempt = attempt
@@ -99,22 +98,28 @@ class BufferJournal:
         self._file_bytes = file_bytes
         self._garbage_bytes = garbage_bytes
         self._log_bytes = log_bytes
+        self._patience = Patience(patience_s)
+        self._data_syncing, self._log_syncing = Syncing(fsync), Syncing(fsync)
         self._files: dict[int, _DataFile] = {}
         self._places: dict[GroupKey, tuple[Extent, int]] = {}
         """Where every live group is: its extent, and its index in it."""
         self._state = BufferState()
         self._records: list[dict[str, Any]] = []
+        self._damage = ""
         self._data_fd = -1
         self._log_fd = -1
         self._current = 0
         folder.mkdir(parents=True, exist_ok=True)
-        self._lock_fd = _lock(folder / "lock")
+        self._lock_fd = hold(folder / LOCK)
         try:
             self.recovered = self._open_log()
             """Whether this attempt's journal was there."""
             if not self.recovered:
-                for path in (*folder.glob("data-*"), *folder.glob("spare")):
-                    path.unlink()
+                for path in folder.iterdir():
+                    if path.is_dir():
+                        shutil.rmtree(path)
+                    elif path.name != LOCK:
+                        path.unlink()
                 self._begin_file(1)
                 self.rewrite_log()
         except BaseException:
@@ -199,14 +204,16 @@ class BufferJournal:
             digest.update(piece)
         file = self._files[self._current]
         start = file.size
-        length = _write(self._data_fd, pieces, start, self._data_path(self._current))
+        length = write_at(self._data_fd, pieces, start, self._data_path(self._current), self._patience)
+        self._data_syncing.wrote(self._data_fd)
         file.size += length
         return Extent(self._current, start, length, digest.intdigest(), packed.num_groups)
 
     def _write_log(self, record: dict[str, Any]) -> None:
-        pieces = _framed(record)
+        pieces = framed(record)
         try:
-            self._log_size += _write(self._log_fd, pieces, self._log_size, self._log_path)
+            self._log_size += write_at(self._log_fd, pieces, self._log_size, self._log_path, self._patience)
+            self._log_syncing.wrote(self._log_fd)
         except CheckpointError:
             # Half a record followed by a whole one would be damage.
             os.ftruncate(self._log_fd, self._log_size)
@@ -232,9 +239,9 @@ class BufferJournal:
             records.append({"change": {"put": put}, "extent": extent, "index": index})
         records += ({"change": change} for change in self._state.snapshot())
         fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC)
-        pieces = [piece for record in records for piece in _framed(record)]
+        pieces = [piece for record in records for piece in framed(record)]
         try:
-            size = _write(fd, pieces, 0, path)
+            size = write_at(fd, pieces, 0, path, self._patience)
             os.replace(path, self._log_path)
         except BaseException:
             os.close(fd)
@@ -292,12 +299,12 @@ class BufferJournal:
             packed = from_buffer(data)
         except (OSError, ValueError) as error:
             raise CheckpointError(
-                f"the {extent.length} bytes at {extent.offset} of {path} are damaged: {error}; {_FIX}"
+                f"the {extent.length} bytes at {extent.offset} of {path} are damaged: {error}"
             ) from error
         keys = packed.keys
         for index, key in places:
             if index >= len(keys) or keys[index] != key:
-                raise CheckpointError(f"{path} does not hold group {key} where the log says; {_FIX}")
+                raise CheckpointError(f"{path} does not hold group {key} where the log says")
         return join_groups([slice_groups(packed, index, index + 1) for index, _ in places])
 
     # ---------------------------------------------------------------- recovery
@@ -306,16 +313,23 @@ class BufferJournal:
         """Read the log. Returns whether there is one of this attempt."""
         try:
             data = self._log_path.read_bytes()
-        except FileNotFoundError:
+        except (FileNotFoundError, IsADirectoryError):
             return False
-        records, end = _read_log(data, self._log_path)
-        head = records[0] if records else {}
-        if head.get("raypost") != "buffer" or head.get("format") != FORMAT:
-            raise CheckpointError(f"{self._log_path} is no buffer journal of format {FORMAT}; {_FIX}")
-        if head["attempt"] != self.attempt:
-            log.info("the journal in %s is of attempt %s: beginning anew", self.folder, head["attempt"])
+        head = head_of(data)
+        if head.get("attempt") != self.attempt:
+            whose = f"is of attempt {head['attempt']}" if "attempt" in head else "cannot be read"
+            log.info("the journal in %s %s: beginning anew", self.folder, whose)
             return False
-        if end < len(data):
+        if head.get("format") != FORMAT:
+            raise CheckpointError(
+                f"{self._log_path} is no buffer journal of format {FORMAT}: remove the folder to begin with an empty "
+                "buffer, or continue from the last checkpoint"
+            )
+        records, end, damage = read_log(data)
+        if damage:
+            self._damage = f"{damage} in {self._log_path}, and {len(data) - end} bytes from there on are lost"
+            os.truncate(self._log_path, end)
+        elif end < len(data):
             log.warning("%s: %d bytes of an unfinished record were cut off", self._log_path, len(data) - end)
             os.truncate(self._log_path, end)
         self._records = records[1:]
@@ -327,7 +341,8 @@ class BufferJournal:
     def recover(self, state: BufferState) -> Iterator[PackedGroups]:
         """Apply all changes of the log to `state`, which is new; from here on `append` changes it.
 
-        Yields its groups, read from disk. Raises CheckpointError naming damaged data.
+        Yields its groups, read from disk. Where log or data are damaged, what cannot be read is gone, and the state is
+        cut.
         """
         self._state = state
         for record in map(tupled, self._records):
@@ -345,75 +360,15 @@ class BufferJournal:
         for path in self.folder.glob("data-*"):
             if path not in known:
                 path.unlink()
+        lost: list[GroupKey] = []
         for extent, places in self._extents().items():
-            yield self._read(extent, places)
-
-
-_FIX = "remove the folder to begin with an empty buffer, or continue from the last checkpoint"
-
-
-def _framed(record: dict[str, Any]) -> list[memoryview]:
-    """Return the frame and the body of a record."""
-    body = json.dumps(record).encode()
-    frame = _FRAME.pack(len(body), _check(len(body)), xxhash.xxh3_64_intdigest(body))
-    return [memoryview(frame), memoryview(body)]
-
-
-def _check(length: int) -> int:
-    return xxhash.xxh32_intdigest(length.to_bytes(4, "little"))
-
-
-def _read_log(data: bytes, path: Path) -> tuple[list[dict[str, Any]], int]:
-    """Bodies of all whole records, and where they end. Raises CheckpointError for a damaged one."""
-    bodies, at = [], 0
-    while at + _FRAME.size <= len(data):
-        length, check, checksum = _FRAME.unpack_from(data, at)
-        if check != _check(length):
-            raise CheckpointError(f"the length at {at} of {path} is damaged; {_FIX}")
-        end = at + _FRAME.size + length
-        if end > len(data):
-            break
-        body = data[at + _FRAME.size : end]
-        if checksum != xxhash.xxh3_64_intdigest(body):
-            raise CheckpointError(f"the record at {at} of {path} is damaged; {_FIX}")
-        bodies.append(json.loads(body))
-        at = end
-    return bodies, at
-
-
-def _write(fd: int, pieces: Sequence[memoryview], start: int, path: Path) -> int:
-    """Write all pieces from byte `start` on; returns how many bytes they were."""
-    rest, written = list(pieces), 0
-    try:
-        while rest:
-            done = os.pwritev(fd, rest[:_MAX_PIECES], start + written)
-            written += done
-            while rest and done >= rest[0].nbytes:
-                done -= rest.pop(0).nbytes
-            if done:
-                rest[0] = rest[0].cast("B")[done:]
-    except OSError as error:
-        raise CheckpointError(
-            f"{path} cannot be written: {error}; free disk space, or switch buffer.journal off"
-        ) from error
-    return written
-
-
-_MAX_PIECES = 512
-
-
-def _lock(path: Path) -> int:
-    """Hold the folder: a dying writer lets go of it when its process is gone."""
-    fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC)
-    deadline = time.monotonic() + LOCK_TIMEOUT_S
-    while True:
-        try:
-            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            return fd
-        except OSError as error:
-            if time.monotonic() > deadline:
-                os.close(fd)
-                raise CheckpointError(
-                    f"another process has written {path.parent} for {LOCK_TIMEOUT_S:.0f} s: end it first"
-                ) from error
-            time.sleep(0.05)
+            try:
+                packed = self._read(extent, places)
+            except CheckpointError as error:
+                self._damage = self._damage or str(error)
+                lost += [key for _, key in places]
+                continue
+            yield packed
+        if self._damage:
+            log.error("the replay buffer's journal is cut: %s", self._damage)
+            self.append({"cut": self._damage, "gone": lost})

@@ -10,33 +10,38 @@ batch that is taken stays here until it is acknowledged. Every decision is a Cha
 
 Invariants: a group is in one place only; time keeps the order among equals; FAILED and FILTERED groups are never
 stored; a leased or acknowledged group is never stored again by a repeated put; nothing at or above its threshold is
-ever leased; a change is journaled before it is made. Implements `protocols.Buffer`.
+ever leased; a change is journaled before it is made; a buffer whose journal was cut answers nothing before it agrees
+with the ledger again. Implements `types.buffer.Buffer`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 from functools import lru_cache
 from itertools import islice
 from typing import Any
 
-import numpy as np
-
-from raypost.buffer.encoding import equal_plain, from_plain, to_plain
+from raypost.buffer.encoding import equal_plain
 from raypost.buffer.expiry import Expiry, staleness_at
 from raypost.buffer.group_store import GroupStore
 from raypost.buffer.journal import BufferJournal
+from raypost.buffer.saved import check_format, restoring, saved
 from raypost.buffer.state import BufferState, Change
 from raypost.buffer.status_index import StoredGroup
-from raypost.errors import CheckpointError, LedgerError
-from raypost.ledger.ledger import OrdinalSet
-from raypost.packed import PackedGroups, group_statuses, has_status, join_groups, slice_groups
-from raypost.protocols import BufferBounds, BufferCounts, ExpiredGroup, Lease, PutResult, TaskLimits
-from raypost.types import GroupKey, Status
-
-FORMAT = 3
-"""Of the state in a checkpoint."""
-_STATUSES = tuple(Status)
+from raypost.errors import BufferCutError, CheckpointError, LedgerError
+from raypost.types import (
+    BufferBounds,
+    BufferContents,
+    BufferCounts,
+    ExpiredGroup,
+    GroupKey,
+    Lease,
+    OpenLease,
+    PutResult,
+    Status,
+    TaskLimits,
+)
+from raypost.types.packed import PackedGroups, group_statuses, has_status, join_groups, slice_groups
 
 
 class ReplayBuffer:
@@ -50,7 +55,7 @@ class ReplayBuffer:
     ) -> None:
         """Begin with what `journal` holds.
 
-        Raises CheckpointError if that is damaged or of other tasks, and ConfigError for limits under which a group
+        Raises CheckpointError if that is of other tasks, and ConfigError for limits under which a group
         would wait forever.
         """
         self._expiry = Expiry(limits)
@@ -63,19 +68,21 @@ class ReplayBuffer:
         if journal is not None:
             for packed in journal.recover(self.state):
                 self.groups.add(packed)
-            self._check_tasks(
+            self._expiry.check_tasks(
                 {task for task, _ in self.state.groups} | self.state.trained.keys(), str(journal.folder)
             )
 
     # ---------------------------------------------------------------- production's side
 
-    async def put(self, packed: PackedGroups, train_step: int) -> list[PutResult]:
+    async def put(self, packed: PackedGroups, train_step: int, claim: int = 0) -> list[PutResult]:
         """Store groups, aged at `train_step`; one result each, in order.
 
         A known key is replaced and keeps its place in the order; a leased or trained one changes nothing. Raises
-        ConfigError for an unknown task and LedgerError for a key that is there twice; then nothing is stored.
+        ConfigError for an unknown task and LedgerError for a key that is there twice, or a `claim` that is not 0 and of
+        a former holder; then nothing is stored.
         """
         state, keys = self.state, packed.keys
+        self._check_holder(claim)
         for task in set(packed.tasks):
             self._expiry.limits_of(task)
         if len(set(keys)) < len(keys):
@@ -134,9 +141,10 @@ class ReplayBuffer:
         """Age everything again at `train_step`; returns what newly expired.
 
         Groups that are leased or out do not age. The last `claim`, where it is not 0, asked again gives the same
-        answer.
+        answer. Raises LedgerError for a claim of a former holder.
         """
         state = self.state
+        self._check_holder(claim)
         if claim and claim == state.expired[0]:
             return state.expired[1]
         kept: list[StoredGroup] = []
@@ -147,8 +155,8 @@ class ReplayBuffer:
             if train_step < group.expires_at or key in state.out or key in state.leased:
                 continue
             retry, alone = self._expiry.limits_of(key[0]).retry, self.groups.view(key)
-            if not has_status(alone, Status.EXPIRED):
-                mean = int(alone.response_offsets[-1]) / alone.num_samples
+            if not retry or not has_status(alone, Status.EXPIRED):
+                mean = int(alone.response_offsets[-1]) / alone.num_members
                 expired.append(ExpiredGroup(key=key, stored=retry, mean_tokens=mean))
             if retry:
                 parts.append(self._expiry.reset(alone, train_step))
@@ -169,6 +177,7 @@ class ReplayBuffer:
         asked again gives those of its groups that are still out. Raises LedgerError for one before the last.
         """
         self._expiry.limits_of(task)
+        self._check_whole()
         state = self.state
         if claim < state.claim:
             raise LedgerError(
@@ -184,18 +193,96 @@ class ReplayBuffer:
 
     async def drop(self, keys: Sequence[GroupKey]) -> None:
         """Forget popped groups that ended untrained. Groups that are not out are ignored."""
+        self._check_whole()
         gone = [key for key in keys if key in self.state.out]
         if gone:
             self._commit({"gone": gone})
 
-    async def reclaim(self) -> tuple[GroupKey, ...]:
-        """Take back all popped groups as they were, since nobody holds them any more; claims begin again at 1.
+    async def reclaim(self, claim: int) -> BufferContents:
+        """Take back all popped groups as they were, since nobody holds them any more; returns what the buffer holds.
 
-        Returns their keys; the same ones when repeated before the next pop.
+        The next holder's claims are above `claim`; a call that claims less is refused from here on. Raises LedgerError
+        unless `claim` is above that of every pop.
         """
-        if self.state.out or self.state.claim:
-            self._commit({"back": True})
-        return self.state.reclaimed
+        state = self.state
+        if claim < state.claim:
+            raise LedgerError(f"claim {claim} came after claim {state.claim}: its holder was replaced")
+        if state.out or claim != state.fence:
+            self._commit({"back": claim})
+        return self._contents()
+
+    def _contents(self) -> BufferContents:
+        state = self.state
+        return BufferContents(
+            groups={key: one.status for key, one in state.groups.items() if key not in state.leased},
+            leases=dict(state.leases),
+            acknowledged=state.acknowledged,
+            dropped=tuple(one.key for one in state.expired[1] if not one.stored),
+            cut=state.cut,
+        )
+
+    async def mend(
+        self,
+        claim: int,
+        living: Collection[GroupKey],
+        leases: Mapping[int, OpenLease],
+        acknowledged: int,
+        batches: Mapping[int, PackedGroups] | None = None,
+    ) -> BufferContents:
+        """Make a buffer whose journal was cut agree with the ledger, which says these; then it answers again.
+
+        `batches`: those of open leases that are kept elsewhere. A lease with neither its batch nor all of its groups is
+        not made again: it can be acknowledged, and not given again. Repeated, it changes nothing. Raises LedgerError
+        for a claim of a former holder.
+        """
+        self._check_claim(claim)
+        if self.state.cut:
+            living = set(living)
+            self._forget([key for key in self.state.groups if key not in living])
+            for step, lease in sorted(leases.items()):
+                self._lease_again(step, lease, (batches or {}).get(step))
+            self._commit({"ack": acknowledged, "cut": ""})
+        return self._contents()
+
+    def _lease_again(self, step: int, lease: OpenLease, batch: PackedGroups | None) -> None:
+        """Make a lease that was lost: of its batch if that is there, else of its groups if all of them are."""
+        change: Change = {"lease": (step, lease.keys, lease.staleness)}
+        if batch is not None and batch.keys == lease.keys:
+            batch, first = join_groups([batch]), self.state.next
+            facts = enumerate(zip(batch.keys, self._expiry.facts(batch), strict=True), first)
+            change["put"] = [StoredGroup(key, at, Status.COMPLETED, *of_age) for at, (key, of_age) in facts]
+            self._commit(change, batch)
+            return
+        known = [self.state.groups.get(key) for key in lease.keys]
+        if all(one is not None and one.status is Status.COMPLETED for one in known):
+            self._commit(change)
+        else:
+            self._forget([one.key for one in known if one is not None])
+
+    def _forget(self, keys: list[GroupKey]) -> None:
+        if keys:
+            self._commit({"gone": keys})
+
+    def lose(self, why: str) -> None:
+        """Note that what it held is lost: until it was mended it answers nothing."""
+        self._commit({"cut": why})
+
+    def _check_whole(self) -> None:
+        if self.state.cut:
+            raise BufferCutError(
+                f"the replay buffer came back without all that it held: {self.state.cut}; it waits until the producer, "
+                "which knows what it must hold, has made it whole"
+            )
+
+    def _check_holder(self, claim: int) -> None:
+        self._check_whole()
+        self._check_claim(claim)
+
+    def _check_claim(self, claim: int) -> None:
+        if claim and claim < self.state.fence:
+            raise LedgerError(
+                f"claim {claim} is of a holder that was replaced: claims go on behind {self.state.fence}"
+            )
 
     # ---------------------------------------------------------------- the consumer's side
 
@@ -206,6 +293,7 @@ class ReplayBuffer:
         is open, it returns the same lease. Equally stale groups of a batch stand by task and group_id, so that equal
         batches are identical however their groups arrived. Raises LedgerError for a step that is acknowledged.
         """
+        self._check_whole()
         state = self.state
         if step not in state.leases:
             if step <= state.acknowledged:
@@ -221,7 +309,7 @@ class ReplayBuffer:
         batch = self.groups.gather(lease.keys)
         self._expiry.mask(batch, step)
         return Lease(
-            step=step, keys=lease.keys, staleness=lease.staleness, num_samples=batch.num_samples, batch=batch
+            step=step, keys=lease.keys, staleness=lease.staleness, num_samples=batch.num_members, batch=batch
         )
 
     def _choose(self, step: int, per_task: dict[str, int]) -> list[StoredGroup]:
@@ -239,25 +327,13 @@ class ReplayBuffer:
 
     async def acknowledge(self, step: int) -> tuple[GroupKey, ...]:
         """End all leases up to `step`: these groups are trained. Returns their keys; () when repeated."""
+        self._check_whole()
         return tuple(self._commit({"ack": step})) if step > self.state.acknowledged else ()
 
     async def counts(self) -> BufferCounts:
         """Return the groups and bytes by task and status, and whether the buffer is full."""
-        groups: dict[str, dict[Status, int]] = {task: {} for task in self._expiry.tasks}
-        pinned: dict[str, dict[Status, int]] = {task: {} for task in self._expiry.tasks}
-        for task, status, count, nbytes in self.state.index.counts():
-            pinned[task][status] = nbytes
-            if status is not Status.INIT:
-                groups[task][status] = count
-        index = self.state.index
-        oldest = {
-            task: {status: index.oldest(task, status) for status in (Status.COMPLETED, Status.ABORTED)}
-            for task in groups
-        }
-        room = None
-        if self._bounds.max_groups is not None:
-            room = max(0, self._bounds.max_groups - sum(sum(one.values()) for one in groups.values()))
-        return BufferCounts(groups=groups, nbytes=pinned, is_full=self.state.full, room=room, oldest=oldest)
+        self._check_whole()
+        return self.state.counts(self._expiry.tasks, self._bounds)
 
     # ---------------------------------------------------------------- changes
 
@@ -267,7 +343,7 @@ class ReplayBuffer:
         self.groups.remove(ended)
         if packed is not None:
             self.groups.add(packed)
-        full = self._is_full()
+        full = self.state.is_beyond(self._bounds)
         if full != self.state.full:
             self._apply({"full": full})
         if self._journal is not None:
@@ -279,45 +355,15 @@ class ReplayBuffer:
             return self.state.apply(change)
         return self._journal.append(change, packed)
 
-    def _is_full(self) -> bool:
-        groups = pinned = 0
-        for _, status, count, nbytes in self.state.index.counts():
-            pinned += nbytes
-            if status is not Status.INIT:
-                groups += count
-        share = self._bounds.low_water if self.state.full else 1.0
-        amounts = ((groups, self._bounds.max_groups), (pinned, self._bounds.max_bytes))
-        return any(bound is not None and amount >= bound * share for amount, bound in amounts)
-
     # ---------------------------------------------------------------- checkpoint
-
-    def _check_tasks(self, tasks: set[str], where: str) -> None:
-        foreign = tasks - set(self._expiry.tasks)
-        if foreign:
-            raise CheckpointError(
-                f"{where} has tasks {sorted(foreign)}, this run has {sorted(self._expiry.tasks)}"
-            )
 
     async def state_dict(self) -> dict[str, Any]:
         """Return everything needed to restore the buffer, as plain data and NumPy arrays.
 
         Groups that are out are saved as they were.
         """
-        state = self.state
-        groups = sorted(state.groups.values(), key=lambda one: one.sequence)
-        trained = {
-            task: state.trained[task].ranges() if task in state.trained else [] for task in self._expiry.tasks
-        }
-        return {
-            "format": FORMAT,
-            "groups": to_plain(self.groups.gather([one.key for one in groups])) if groups else None,
-            "status": np.asarray([_STATUSES.index(one.status) for one in groups], np.int8),
-            "sequence": np.asarray([one.sequence for one in groups], np.int64),
-            "leased_for": np.asarray([state.leased.get(one.key, 0) for one in groups], np.int64),
-            "next_sequence": state.next,
-            "acknowledged": state.acknowledged,
-            "trained": trained,
-        }
+        self._check_whole()
+        return saved(self.state, self.groups, self._expiry.tasks)
 
     async def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore into an empty buffer.
@@ -326,41 +372,14 @@ class ReplayBuffer:
         trained were acknowledged before. Repeated before anything else happened, it does nothing. Raises
         CheckpointError if the buffer is not empty, or the state is damaged or of other tasks.
         """
-        if state.get("format") != FORMAT:
-            raise CheckpointError(
-                f"the buffer was saved in format {state.get('format', 1)}, this version reads format {FORMAT}: "
-                "continue the run with the version that saved it, or begin another one"
-            )
+        check_format(state)
         if self.state.restored and equal_plain(
             {**await self.state_dict(), "leased_for": 0}, {**state, "leased_for": 0}
         ):
             return
         if self.groups:
             raise CheckpointError(f"a buffer with {len(self.groups)} groups cannot be restored over")
-        try:
-            packed = join_groups([from_plain(state["groups"])]) if state["groups"] is not None else None
-            tasks = set(packed.tasks if packed is not None else ()) | set(state["trained"])
-            self._check_tasks(tasks, "buffer state")
-            known = (packed.keys, self._expiry.facts(packed)) if packed is not None else ((), ())
-            statuses = [_STATUSES[code] for code in state["status"].tolist()]
-            change: Change = {
-                "reset": True,
-                "put": [
-                    StoredGroup(key, sequence, status, *facts)
-                    for key, sequence, status, facts in zip(
-                        known[0], state["sequence"].tolist(), statuses, known[1], strict=True
-                    )
-                ],
-                "trained": {
-                    str(task): OrdinalSet(ranges).ranges() for task, ranges in state["trained"].items()
-                },
-                "next": int(state["next_sequence"]),
-                "ack": int(state["acknowledged"]),
-                "restored": True,
-            }
-        except (KeyError, TypeError, ValueError, AttributeError, IndexError) as error:
-            raise CheckpointError(f"damaged buffer state: {error!r}") from error
-        self._commit(change, packed)
+        self._commit(*restoring(state, self._expiry))
 
 
 def _chosen(packed: PackedGroups, parts: Sequence[int | PackedGroups]) -> PackedGroups | None:

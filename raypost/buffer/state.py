@@ -9,19 +9,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from itertools import groupby
-from typing import Any, NamedTuple, TypedDict
+from typing import Any, TypedDict
 
 from raypost.buffer.status_index import StatusIndex, StoredGroup
-from raypost.ledger.ledger import OrdinalSet
-from raypost.protocols import ExpiredGroup
-from raypost.types import GroupKey, Status
-
-
-class OpenLease(NamedTuple):
-    """The batch of a step that is not acknowledged yet."""
-
-    keys: tuple[GroupKey, ...]
-    staleness: tuple[int, ...]
+from raypost.ledger.ordinals import OrdinalSet
+from raypost.types import BufferBounds, BufferCounts, ExpiredGroup, GroupKey, OpenLease, Status
 
 
 class Change(TypedDict, total=False):
@@ -29,12 +21,14 @@ class Change(TypedDict, total=False):
 
     reset: bool
     """Forget everything: a checkpoint is restored."""
+    cut: str
+    """What was lost of the journal, and everything after it; "" once the buffer agrees with the ledger again."""
     put: Sequence[StoredGroup]
     """Groups that are stored, or replace those with the same keys."""
     gone: Sequence[GroupKey]
     """Groups that ended untrained."""
-    back: bool
-    """All groups that are handed out were taken back; claims begin again."""
+    back: int
+    """All groups that are handed out were taken back; claims go on behind this one."""
     out: tuple[int, Sequence[GroupKey]]
     """(claim, groups that are handed out for it)."""
     lease: tuple[int, Sequence[GroupKey], Sequence[int]]
@@ -45,7 +39,6 @@ class Change(TypedDict, total=False):
     """(claim, the groups that its refresh found expired)."""
     trained: dict[str, list[list[int]]]
     """Ranges of the trained groups of a task."""
-    reclaimed: Sequence[GroupKey]
     full: bool
     next: int
     restored: bool
@@ -66,8 +59,8 @@ class BufferState:
         """Groups that are handed out, in order, with their claim."""
         self.claim = 0
         """Of the last pop."""
-        self.reclaimed: tuple[GroupKey, ...] = ()
-        """Groups that the last reclaim took back; forgotten by the next pop."""
+        self.fence = 0
+        """Of the last reclaim: what claims less is of a holder that is gone."""
         self.leases: dict[int, OpenLease] = {}
         self.leased: dict[GroupKey, int] = {}
         """Step of every leased group."""
@@ -75,6 +68,8 @@ class BufferState:
         self.trained: dict[str, OrdinalSet] = {}
         self.expired: tuple[int, list[ExpiredGroup]] = (0, [])
         """What the last refresh that had a claim found."""
+        self.cut = ""
+        """Why the state is an older one, and not to be trusted before it was compared with the ledger; "" if it is."""
         self.full = False
         self.next = 0
         """Sequence of the next new key."""
@@ -92,6 +87,36 @@ class BufferState:
             return Status.ARCHIVED
         return Status.INIT if group.key in self.out else group.status
 
+    # ---------------------------------------------------------------- what can be read
+
+    def counts(self, tasks: Sequence[str], bounds: BufferBounds) -> BufferCounts:
+        """Return the groups and bytes by task and status, and whether the buffer is full."""
+        groups: dict[str, dict[Status, int]] = {task: {} for task in tasks}
+        pinned: dict[str, dict[Status, int]] = {task: {} for task in tasks}
+        for task, status, count, nbytes in self.index.counts():
+            pinned[task][status] = nbytes
+            if status is not Status.INIT:
+                groups[task][status] = count
+        oldest = {
+            task: {status: self.index.oldest(task, status) for status in (Status.COMPLETED, Status.ABORTED)}
+            for task in groups
+        }
+        room = None
+        if bounds.max_groups is not None:
+            room = max(0, bounds.max_groups - sum(sum(one.values()) for one in groups.values()))
+        return BufferCounts(groups=groups, nbytes=pinned, is_full=self.full, room=room, oldest=oldest)
+
+    def is_beyond(self, bounds: BufferBounds) -> bool:
+        """Return whether the groups reach the high-water marks; if the buffer was full, the low ones."""
+        groups = pinned = 0
+        for _, status, count, nbytes in self.index.counts():
+            pinned += nbytes
+            if status is not Status.INIT:
+                groups += count
+        share = bounds.low_water if self.full else 1.0
+        amounts = ((groups, bounds.max_groups), (pinned, bounds.max_bytes))
+        return any(bound is not None and amount >= bound * share for amount, bound in amounts)
+
     # ---------------------------------------------------------------- changes
 
     def apply(self, change: Change) -> list[GroupKey]:
@@ -100,14 +125,16 @@ class BufferState:
         if change.get("reset"):
             ended += self.groups
             self._reset()
+        if "cut" in change:
+            self._cut(change["cut"])
         for group in change.get("put", ()):
             self._remove(group.key)
             self.groups[group.key] = group
             self.index.add(group, group.status)
             self.next = max(self.next, group.sequence + 1)
         ended += [key for key in change.get("gone", ()) if self._remove(key)]
-        if change.get("back"):
-            self._take_back()
+        if "back" in change:
+            self._take_back(change["back"])
         if "out" in change:
             self._hand_out(*change["out"])
         if "lease" in change:
@@ -127,18 +154,25 @@ class BufferState:
         del self.groups[key]
         return True
 
-    def _take_back(self) -> None:
-        self.claim = 0
-        if self.out:
-            self.reclaimed = tuple(self.out)
-            self.out.clear()
-            for group in map(self.groups.__getitem__, self.reclaimed):
-                self.index.remove(group, Status.INIT)
-                self.index.add(group, group.status)
+    def _cut(self, why: str) -> None:
+        """Take everything back into the buffer where its state is an older one: who has what now is not known."""
+        self.cut = why
+        if why:
+            self._take_back(self.claim)
+            for key in self.leased:
+                self.index.remove(self.groups[key], Status.ARCHIVED)
+                self.index.add(self.groups[key], self.groups[key].status)
+            self.leases, self.leased = {}, {}
+
+    def _take_back(self, claim: int) -> None:
+        self.claim = self.fence = claim
+        for group in map(self.groups.__getitem__, self.out):
+            self.index.remove(group, Status.INIT)
+            self.index.add(group, group.status)
+        self.out.clear()
 
     def _hand_out(self, claim: int, keys: Sequence[GroupKey]) -> None:
         self.claim = claim
-        self.reclaimed = ()
         for group in map(self.groups.__getitem__, keys):
             self.index.remove(group, group.status)
             self.index.add(group, Status.INIT)
@@ -165,7 +199,6 @@ class BufferState:
         self.expired = change.get("expired", self.expired)
         for task, ranges in change.get("trained", {}).items():
             self.trained[task] = OrdinalSet(ranges)
-        self.reclaimed = tuple(change.get("reclaimed", self.reclaimed))
         self.full = change.get("full", self.full)
         self.next = change.get("next", self.next)
         if change.keys() != {"full"}:
@@ -173,15 +206,16 @@ class BufferState:
 
     def snapshot(self) -> Iterator[Change]:
         """Yield changes that make this state from one that has only its groups."""
+        yield {"back": self.fence}
         for claim, items in groupby(self.out.items(), key=lambda item: item[1]):
             yield {"out": (claim, [key for key, _ in items])}
         yield {"out": (self.claim, ()), "ack": self.acknowledged}
         for step, (keys, staleness) in self.leases.items():
             yield {"lease": (step, keys, staleness)}
         yield {
+            **({"cut": self.cut} if self.cut else {}),
             "trained": {task: ordinals.ranges() for task, ordinals in self.trained.items()},
             "expired": self.expired,
-            "reclaimed": self.reclaimed,
             "full": self.full,
             "next": self.next,
             "restored": self.restored,

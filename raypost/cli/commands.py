@@ -11,35 +11,31 @@ import json
 import shlex
 import subprocess
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import datetime
 from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.console import Console
+from rich.console import Group, RenderableType
 from rich.markup import escape
-from rich.table import Table
 
 from raypost.cli.project import write_project
 from raypost.cli.runtime import become
+from raypost.cli.shown import print_plan, print_prompts, shown_on, table
 from raypost.cli.submission import Submission, dashboard_token
-from raypost.config import Config, load_config
+from raypost.config import load_config
 from raypost.errors import ConfigError, RaypostError
 from raypost.plan.cluster import ClusterResources
 
 CONFIG = "config.yaml"
 """What a command reads where no --config is given."""
 app = typer.Typer(no_args_is_help=True, pretty_exceptions_enable=False, add_completion=False)
-
 EXIT_REFUSED = 2
-
 ConfigOption = Annotated[
     Path, typer.Option("--config", help="YAML file, such as jobs/recipes/quickstart.yaml")
 ]
-PASSED_ON = {"allow_extra_args": True, "ignore_unknown_options": True}
-"""Settings of a command whose arguments are all those of a module of jobs/."""
 Overrides = Annotated[list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", show_default=False)]
 RunDir = Annotated[Path, typer.Argument(help="folder of a run, such as runs/quickstart")]
 
@@ -59,18 +55,23 @@ def init(
     print(f"wrote {', '.join(written)} into {folder}/\n\n  cd {folder}\n  raypost plan\n  raypost run")
 
 
-@app.command(context_settings=PASSED_ON, add_help_option=False)
-def run(context: typer.Context) -> None:
-    """Train on this machine, on a Ray cluster started for it. `raypost run --help` lists its options."""
-    with _refusals():
-        become("run", context.args)
+def _passed_on(module: str, text: str) -> None:
+    """Make a command whose arguments are all those of a module of jobs/."""
+    settings = {"allow_extra_args": True, "ignore_unknown_options": True}
+
+    @app.command(module, help=text, context_settings=settings, add_help_option=False)
+    def command(context: typer.Context) -> None:
+        with _refusals():
+            become(module, context.args)
 
 
-@app.command(context_settings=PASSED_ON, add_help_option=False)
-def evaluate(context: typer.Context) -> None:
-    """Score a model on held-out problems. `raypost evaluate --help` lists its options."""
-    with _refusals():
-        become("evaluate", context.args)
+_passed_on(
+    "run", "Train on this machine, on a Ray cluster started for it. `raypost run --help` lists its options."
+)
+_passed_on("evaluate", "Score a model on held-out problems. `raypost evaluate --help` lists its options.")
+_passed_on(
+    "chaos", "Kill roles of a run that goes on, and audit it. `raypost chaos --help` lists its options."
+)
 
 
 @app.command()
@@ -86,21 +87,28 @@ def plan(
     ] = "local",
     node: Annotated[
         list[str] | None,
-        typer.Option(
-            help="""one node of the cluster to plan for, such as '{"CPU": 8, "GPU": 4}'; repeatable"""
-        ),
+        typer.Option(help="""a node to plan for, such as '{"CPU": 8, "GPU": 4}'; repeatable"""),
     ] = None,
     offline: Annotated[bool, typer.Option("--offline", help="do not ask the services of judges")] = False,
     show_prompts: Annotated[
         int, typer.Option(min=0, help="print so many prompts of each task as an engine is given them")
     ] = 0,
+    like: Annotated[
+        Path | None,
+        typer.Option(metavar="RUN", help="forecast seconds a step from the rates of this run that ended"),
+    ] = None,
 ) -> None:
-    """Show what a configuration means: placement, staleness bound, batch arithmetic, prompts. Starts nothing."""
+    """Show what a configuration means: placement, staleness, memory, batch arithmetic, prompts. Starts nothing."""
     with _refusals():
         resolved = load_config(config, overrides)
-        _show_plan(resolved, _cluster_resources(cluster, node or []), offline)
+        print_plan(resolved, _cluster_resources(cluster, node or []), offline)
+        if like is not None:
+            from raypost.plan.pace import pace_lines, rates_of
+
+            title = f"Pace, forecast as if engines and ranks were those of {like}"
+            shown_on().print(table(title, pace_lines(resolved, rates_of(like))))
         if show_prompts:
-            _show_prompts(resolved, show_prompts)
+            print_prompts(resolved, show_prompts)
 
 
 @app.command()
@@ -122,16 +130,13 @@ def submit(
         # Elsewhere model, data and run folder are the cluster's, not this machine's.
         if submission.is_local:
             # It may have an autoscaler; the job checks again.
-            _show_plan(submission.config, ClusterResources(submission.nodes, elastic=True))
+            print_plan(submission.config, dataclasses.replace(submission.cluster, elastic=True))
         command = submission.command(env or [], no_wait)
     print("running: ray", shlex.join(command[3:]), flush=True)
     try:
         code = subprocess.run(command, check=False).returncode
     except KeyboardInterrupt:
-        print(
-            f"no longer following; the job goes on until: ray job stop --address {address} ID",
-            file=sys.stderr,
-        )
+        print(f"the job goes on until: ray job stop --address {address} ID", file=sys.stderr)
         code = 130
     raise typer.Exit(code)
 
@@ -144,7 +149,23 @@ def status(run_dir: RunDir) -> None:
 
         _require_run(run_dir)
         figures = run_figures(run_dir)
-    _console().print(_table(str(run_dir), figures.items()))
+    shown_on().print(table(str(run_dir), figures.items()))
+
+
+@app.command()
+def scale(
+    run_dir: RunDir,
+    workers: Annotated[str, typer.Option(help="how many rollout workers, or `auto`: the run chooses")],
+    pool: Annotated[str, typer.Option(help="name of one of rollout.pools; `rollout` itself if absent")] = "",
+) -> None:
+    """Give a run that goes on another number of rollout workers; production does not stop for it."""
+    with _refusals():
+        from raypost.report.pool import ask_for_size
+
+        _require_run(run_dir)
+        ask_for_size(run_dir, workers, pool)
+    where = f" in pool {pool}" if pool else ""
+    print(f"asked for {workers} rollout workers{where}: `raypost status {run_dir}` shows when they are there")
 
 
 @app.command()
@@ -179,7 +200,7 @@ def samples(
         for sample in shown:
             print(json.dumps(sample))
         return
-    console = _console()
+    console = shown_on()
     for sample in shown:
         console.print(sample_panel(sample))
     console.print(samples_text(kept.step, kept.steps, len(shown), len(kept.samples)), highlight=False)
@@ -187,7 +208,7 @@ def samples(
 
 @app.command()
 def checkpoints(run_dir: RunDir) -> None:
-    """List the checkpoints of a run, each verified byte by byte; exit code 1 if one is damaged."""
+    """List the checkpoints of a run and what each holds, verified byte by byte; exit code 1 if one is damaged."""
     with _refusals():
         from raypost.checkpoint import CHECKPOINTS, CheckpointDir
         from raypost.report.formatting import score, size
@@ -201,12 +222,18 @@ def checkpoints(run_dir: RunDir) -> None:
                 size(one.num_bytes),
                 "" if one.score is None else score(one.score),
                 ", ".join(one.links),
+                one.holds,
                 one.damage or "whole",
             )
             for one in found
         ]
-    columns = ("checkpoint", "saved", "size", "held-out", "is", "state")
-    _console().print(_table(str(run_dir / CHECKPOINTS), rows, *columns))
+    shown_on().print(
+        table(
+            str(run_dir / CHECKPOINTS),
+            rows,
+            *["checkpoint", "saved", "size", "held-out", "is", "holds", "state"],
+        )
+    )
     if any(one.damage for one in found):
         raise typer.Exit(1)
 
@@ -223,19 +250,72 @@ def explain(
     from raypost.ledger.life import find_run, group_life
     from raypost.ledger.summary import ledger_summary
     from raypost.report.explain_terminal import ledger_text, life_text
+    from raypost.report.samples import samples_of_group
+    from raypost.report.turns_terminal import turns_text
 
     with _refusals():
         folder = find_run(run)
         if group is not None:
             life = group_life(folder, group)
-            found, text = life.as_dict(), life_text(life)
+            members = samples_of_group(folder, life.key, life.step) if life.step is not None else []
+            found = life.as_dict() | {"members": members}
+            text: RenderableType = Group(life_text(life), turns_text(members))
         else:
             summary = ledger_summary(folder)
             found, text = summary.as_dict(), ledger_text(summary)
     if as_json:
         print(json.dumps(found, indent=2))
     else:
-        _console().print(text, highlight=False)
+        shown_on().print(text, highlight=False)
+
+
+@app.command()
+def audit(
+    run: Annotated[str, typer.Argument(help="folder of a run, or its name below runs/")],
+    as_json: Annotated[bool, typer.Option("--json", help="print plain data instead of text")] = False,
+) -> None:
+    """Recount a run from its files and say what contradicts what; exit code 1 if anything does."""
+    from raypost.audit.audit import audit as audited
+    from raypost.audit.findings import Check
+    from raypost.ledger.life import find_run
+
+    with _refusals():
+        found = audited(find_run(run))
+    if as_json:
+        print(json.dumps(found.as_dict(), indent=2))
+    else:
+        console, findings = shown_on(), found.findings
+        console.print(table(str(found.run_dir), found.figures.items()))
+        rows = [
+            (check, findings.compared[check], findings.contradictions[check] or "none") for check in Check
+        ]
+        console.print(table("", rows, "check", "compared", "contradictions"))
+        for check, texts in findings.texts.items():
+            for text in texts:
+                console.print(f"[red]{check}[/red]: {escape(text)}", highlight=False)
+        for note in findings.notes:
+            console.print(f"note: {escape(note)}", highlight=False)
+    if found.num_contradictions:
+        raise typer.Exit(1)
+
+
+@app.command()
+def doctor(
+    run: Annotated[str, typer.Argument(help="folder of a run, or its name below runs/")],
+    keep: Annotated[bool, typer.Option("--keep", help="write it into the run folder too")] = False,
+) -> None:
+    """Say what a run waits for, down to the root: whose process, which group, judge, node or environment."""
+    from raypost.doctor.examine import examine, present_run, write_report
+
+    with _refusals():
+        folder = present_run(run)
+        found = examine(folder)
+    first, rest = found.report.split("\n", 1)
+    console = shown_on()
+    console.print(f"[bold]{escape(first)}[/bold]", highlight=False, soft_wrap=True)
+    console.print(rest, markup=False, highlight=False, soft_wrap=True)
+    if keep:
+        console.print(f"written to {write_report(folder, found)}", highlight=False, soft_wrap=True)
 
 
 @contextmanager
@@ -246,17 +326,6 @@ def _refusals() -> Iterator[None]:
     except RaypostError as error:
         print(f"refused: {error}", file=sys.stderr, flush=True)
         raise typer.Exit(EXIT_REFUSED) from None
-
-
-def _console() -> Console:
-    return Console() if sys.stdout.isatty() else Console(width=130)
-
-
-def _table(title: str, rows: Iterable[Sequence[object]], *columns: str) -> Table:
-    table = Table(*columns, title=title, title_justify="left", show_header=bool(columns))
-    for row in rows:
-        table.add_row(*(escape(f"{cell:.4g}" if isinstance(cell, float) else str(cell)) for cell in row))
-    return table
 
 
 def _cluster_resources(cluster: str, nodes: list[str]) -> ClusterResources | None:
@@ -280,44 +349,6 @@ def _node(text: str) -> dict[str, float]:
         ) from None
 
 
-def _show_plan(config: Config, cluster: ClusterResources | None, offline: bool = False) -> None:
-    # Imported here: it loads tokenizers and templates, which `status` and `--help` do without.
-    from raypost.plan.plan import check
-
-    found = check(config, cluster=cluster, offline=offline)
-    console = _console()
-    state = "continues the run that is there" if found.resumes else "new run"
-    console.print(
-        f"[bold]{config.name}[/bold]: {escape(str(found.run_dir))} ({state}), digest {found.run_digest}"
-    )
-    placed = map(dataclasses.astuple, found.placement)
-    console.print(_table("Placement", placed, "role", "actors", "count", "each reserves", "node"))
-    bounds = [
-        (one.task, one.strategy, f"staleness {one.threshold}", one.rule, one.oldest, one.beyond)
-        for one in found.staleness
-    ]
-    columns = ("task", "strategy", "expired from", "which is", "oldest trained", "what is older")
-    console.print(_table("Staleness bound", bounds, *columns))
-    console.print(_table("Batch arithmetic", found.batch))
-    console.print(f"Transport of weights: {found.transport}", highlight=False)
-    for warning in found.warnings:
-        console.print(f"[yellow]warning:[/yellow] {escape(warning)}", highlight=False)
-
-
-def _show_prompts(config: Config, count: int) -> None:
-    from raypost.plan.prompts import shown_prompts
-    from raypost.report.prompt_terminal import prompt_text
-
-    console = _console()
-    for task in config.tasks:
-        for shown in shown_prompts(task, config, count):
-            tokens = "tokens unknown" if shown.num_tokens is None else f"{shown.num_tokens} tokens"
-            console.rule(f"task {task.name}: {escape(shown.place)}, {tokens}", align="left")
-            console.print(prompt_text(shown.text, shown.special_tokens), soft_wrap=True)
-
-
 def _require_run(run_dir: Path) -> None:
-    from raypost.report import files
-
-    if not (run_dir / files.CONFIG).is_file():
+    if not (run_dir / CONFIG).is_file():
         raise ConfigError(f"{run_dir} holds no run (no config.yaml): give the folder that a run wrote")

@@ -6,7 +6,6 @@ import json
 import os
 import re
 import sys
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from urllib.parse import urlsplit
@@ -15,7 +14,7 @@ from raypost.cli.runtime import HOME, INSTALLED, job_module
 from raypost.config import Config, load_config
 from raypost.config.judges import function_file
 from raypost.errors import ConfigError
-from raypost.plan.cluster import ClusterResources, Resources
+from raypost.plan.cluster import ClusterResources
 
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
 SECRET = re.compile(r"token|secret|passw|credential|api_?key|access_?key|private_?key", re.IGNORECASE)
@@ -26,14 +25,14 @@ STOP_WAIT_S = 120
 
 @dataclass(frozen=True, slots=True)
 class Submission:
-    """A configuration that may travel to a cluster from the current folder, and the nodes that are there."""
+    """A configuration that may travel to a cluster from the current folder, and the cluster that is there."""
 
     file: Path
     """The configuration, relative to the current folder."""
     address: str
     overrides: list[str]
     config: Config
-    nodes: Sequence[Resources]
+    cluster: ClusterResources
     id: str | None
 
     @classmethod
@@ -62,8 +61,8 @@ class Submission:
             )
         config = load_config(file, overrides)
         _check_functions(config, file, root)
-        nodes = ClusterResources.of_dashboard(address, dashboard_token()).nodes
-        return cls(file.resolve().relative_to(root), address, overrides, config, nodes, submission_id)
+        cluster = ClusterResources.of_dashboard(address, dashboard_token())
+        return cls(file.resolve().relative_to(root), address, overrides, config, cluster, submission_id)
 
     @property
     def is_local(self) -> bool:
@@ -76,11 +75,17 @@ class Submission:
         ray = [sys.executable, "-m", "ray.scripts.scripts", "job", "submit", "--address", self.address]
         options = ["--working-dir", ".", "--runtime-env-json", json.dumps({"env_vars": variables})]
         options += ["--submission-id", self.id] if self.id else []
+        options += ["--metadata-json", json.dumps(job_metadata(self.config, str(self.file)))]
         options += ["--no-wait"] if no_wait else []
         # The job's own folder is removed with it: a relative run folder would be lost.
         runs_dir = str(self.config.runs_dir.expanduser().absolute())
         job = ["python", "-m", job_module(self.config.job), "--config", str(self.file)]
         return [*ray, *options, "--", *job, "--runs-dir", runs_dir, *self.overrides]
+
+
+def job_metadata(config: Config, file: str) -> dict[str, str]:
+    """Return what Ray's dashboard shows of a job beside its entrypoint; `job_name` is its column Name there."""
+    return {"job_name": config.name, "config": file, "model": config.model.name, "device": config.device}
 
 
 def _check_functions(config: Config, path: Path, root: Path) -> None:
@@ -112,7 +117,11 @@ def job_environment(pairs: list[str]) -> dict[str, str]:
 
 
 def dashboard_token() -> str | None:
-    """Return the token that Ray's own tools send, if Ray's environment variables name one."""
+    """Return the token that Ray's own tools send: of its two variables, else of the user's file in token mode."""
+    if token := os.environ.get("RAY_AUTH_TOKEN"):
+        return token
     path = os.environ.get("RAY_AUTH_TOKEN_PATH")
-    token = os.environ.get("RAY_AUTH_TOKEN")
-    return token or (Path(path).read_text().strip() if path and Path(path).is_file() else None)
+    if not path and os.environ.get("RAY_AUTH_MODE", "").lower() == "token":
+        path = "~/.ray/auth_token"
+    file = Path(path).expanduser() if path else None
+    return file.read_text().strip() if file is not None and file.is_file() else None

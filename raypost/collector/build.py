@@ -22,10 +22,10 @@ from raypost.data.sources import Source, Stream
 from raypost.data.task_source import build_source
 from raypost.data.tokenizer import Tokenizer
 from raypost.errors import ConfigError
-from raypost.pause import PauseMode
 from raypost.production.producer import TaskRuntime
 from raypost.production.strategy import AsyncProduceStrategy, build_strategy
-from raypost.protocols import AgentLoop, Generator
+from raypost.types import AgentLoop, Generator
+from raypost.types.pause import PauseMode
 
 CLOCKLESS = {"enable_partial_rollout", "drop_uniform_rewards", "is_valid"}
 """Fields of a strategy that mean the same without train steps."""

@@ -19,17 +19,16 @@ from concurrent.futures import Future
 from typing import Any, Unpack
 
 from raypost.agent_loop.threads import LoopThread, SideThread
-from raypost.agent_loop.turns import Turn, turns_of
 from raypost.buffer.replay_buffer import ReplayBuffer
 from raypost.collector.dialog_turn import DialogTurn, Item, PolicyVersion
 from raypost.collector.options import DEFAULTS, CollectorOptions, check_options
 from raypost.errors import ConfigError, ProductionError
 from raypost.ledger.ledger import Ledger
-from raypost.packed import unpack_groups
 from raypost.production.allocation import Allocation
 from raypost.production.producer import Producer, TaskRuntime
-from raypost.protocols import RolloutControl
-from raypost.types import GroupCounts, RolloutState
+from raypost.types import GroupCounts, RolloutControl, RolloutState
+from raypost.types.packed import unpack_groups
+from raypost.types.turns import Turn, turns_of
 
 _END: Any = object()
 

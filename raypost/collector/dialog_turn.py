@@ -10,8 +10,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from raypost.agent_loop.turns import Turn
 from raypost.types import FloatArray, IntArray, RolloutState
+from raypost.types.turns import Turn
 
 PolicyVersion = int | uuid.UUID
 """The name of a version in what is delivered: the number, or a UUID that is unique to the collector."""

@@ -9,9 +9,8 @@ from __future__ import annotations
 import asyncio
 
 from raypost.errors import ConfigError
-from raypost.pause import PauseMode
-from raypost.protocols import Generator
-from raypost.types import GenerateRequest, GenerateResult
+from raypost.types import GenerateRequest, GenerateResult, Generator
+from raypost.types.pause import PauseMode
 
 
 class GatedGenerator:

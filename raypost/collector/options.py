@@ -10,7 +10,7 @@ from typing import Any, Literal, TypedDict
 
 from raypost.errors import ConfigError
 from raypost.ledger.ledger import Ledger
-from raypost.pause import PauseMode
+from raypost.types.pause import PauseMode
 
 
 class CollectorOptions(TypedDict, total=False):

@@ -1,5 +1,6 @@
 """The configuration of a run: every knob, its unit and its default. Import its models from here."""
 
+from raypost.config.agent_loops import AgentLoopConfig
 from raypost.config.algorithm import (
     AdvantageConfig,
     AdvantageKind,
@@ -13,8 +14,10 @@ from raypost.config.algorithm import (
     SelectionConfig,
     SftConfig,
 )
+from raypost.config.evaluation import EvalConfig
 from raypost.config.judges import JudgeConfig
 from raypost.config.load import load_config, parse_config
+from raypost.config.models import ModelConfig, RewardModelConfig
 from raypost.config.resources import (
     ConfigModel,
     EnginePoolConfig,
@@ -22,24 +25,18 @@ from raypost.config.resources import (
     RankPoolConfig,
     WorkerPoolConfig,
 )
-from raypost.config.run import (
-    BufferConfig,
-    CheckpointConfig,
-    Config,
-    EvalConfig,
-    ModelConfig,
-    RewardModelConfig,
-    RolloutConfig,
-    SyncConfig,
-)
+from raypost.config.rollout import AutoscaleConfig, RolloutConfig
+from raypost.config.run import BufferConfig, CheckpointConfig, Config, FaultsConfig
 from raypost.config.source import SourceConfig
-from raypost.config.tasks import AgentLoopConfig, StrategyConfig, TaskConfig
+from raypost.config.sync import SyncConfig, VerifyWeights
+from raypost.config.tasks import StrategyConfig, TaskConfig
 from raypost.config.train import CriticConfig, LoraConfig, TrainConfig
 
 __all__ = [
     "AdvantageConfig",
     "AdvantageKind",
     "AgentLoopConfig",
+    "AutoscaleConfig",
     "BoundsConfig",
     "BufferConfig",
     "CheckpointConfig",
@@ -49,6 +46,7 @@ __all__ = [
     "CriticConfig",
     "EnginePoolConfig",
     "EvalConfig",
+    "FaultsConfig",
     "JudgeConfig",
     "KlConfig",
     "KlKind",
@@ -68,6 +66,7 @@ __all__ = [
     "SyncConfig",
     "TaskConfig",
     "TrainConfig",
+    "VerifyWeights",
     "WorkerPoolConfig",
     "load_config",
     "parse_config",

@@ -67,6 +67,11 @@ class AdvantageConfig(ConfigModel):
     which is yes for reinforce_pp, reinforce_pp_baseline and gae."""
     session_reward: SessionReward = "last"
     """Reward of a session of several trajectories, from theirs; the session counts as one member of its group."""
+    credit: Literal["outcome", "turn"] = "outcome"
+    """What a token of a trajectory of several turns is compared by. outcome: the whole reward. turn: the rewards from
+    its turn on (what a judge gives belongs to the last), among the members that reached that turn."""
+    turn_discount: Annotated[float, Field(gt=0, le=1)] = 1.0
+    """With credit turn: what the reward of the next turn is worth in this one."""
     select: SelectionConfig | None = None
     """Train some members of each group only; null: all that can be trained."""
     overlong_buffer: Annotated[int, Field(ge=0)] = 0
@@ -91,6 +96,15 @@ class AdvantageConfig(ConfigModel):
     @model_validator(mode="after")
     def _kind_exists(self) -> AdvantageConfig:
         _check_kind("advantage.kind", self.kind, AdvantageKind)
+        if self.credit == "turn" and self.kind in ("reinforce_pp", "gae"):
+            raise ValueError(
+                f"advantage.credit 'turn' compares members turn by turn, and {self.kind!r} compares none: use another "
+                "kind, or credit 'outcome'"
+            )
+        if self.credit == "outcome" and self.turn_discount != 1:
+            raise ValueError(
+                f"advantage.turn_discount is {self.turn_discount:g}, but credit is 'outcome': set credit to 'turn'"
+            )
         if self.select is not None and self.select.size < self.smallest_group:
             raise ValueError(
                 f"advantage.select.size is {self.select.size}, but {self.kind!r} "

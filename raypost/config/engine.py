@@ -6,7 +6,9 @@ from dataclasses import dataclass
 from typing import Literal
 
 from raypost.config.resources import EnginePoolConfig
-from raypost.config.run import Config, RolloutConfig
+from raypost.config.rollout import RolloutConfig
+from raypost.config.run import Config
+from raypost.config.sync import VerifyWeights
 
 QUIET = {"VLLM_LOGGING_LEVEL": "ERROR", "TORCH_CPP_LOG_LEVEL": "ERROR"}
 """Environment of engines unless the environment of the run says otherwise."""
@@ -26,19 +28,20 @@ class EngineConfig:
     own."""
     rollout: RolloutConfig
     """Size, parallelism and deadlines of the engine."""
+    verify: VerifyWeights = "every"
+    """Which of its loads are read back."""
 
     @classmethod
     def of(cls, config: Config, pool: EnginePoolConfig | None = None) -> EngineConfig:
         """Return the settings of a pool's engines; without a pool, of those that `rollout` describes."""
-        own = pool or config.rollout
-        width = {"tensor_parallel_size": own.tensor_parallel_size, "threads": own.threads}
         return cls(
             device=config.device,
             dtype=config.model.dtype,
             max_model_len=config.engine_model_len,
             seed=config.seed,
             sleep_mode=pool is None and config.placement == "colocate" and config.device == "cuda",
-            rollout=config.rollout.model_copy(update=width),
+            rollout=config.rollout if pool is None else config.rollout.of_pool(pool),
+            verify=config.sync.verify,
         )
 
     def environment(self) -> dict[str, str]:

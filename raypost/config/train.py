@@ -30,8 +30,8 @@ class LoraConfig(ConfigModel):
     """Last parts of the names of the layers that get an adapter, such as q_proj. all-linear: all linear layers but
     the head."""
     sync: Literal["adapter", "merged"] = "adapter"
-    """What a weight sync sends. adapter: the adapters, which engines add to the weights they hold. merged: whole
-    weights, to which the trainer has added the adapters."""
+    """What a weight sync sends. adapter: the adapters, which engines add to the weights they hold. merged: weights to
+    which the trainer has added the adapters; those that no adapter touches are not sent again."""
 
 
 class TrainConfig(RankPoolConfig):

@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 
 from raypost.config import TaskConfig
 from raypost.data import row_index
+from raypost.data.functions import tool_schemas
 from raypost.data.prompt import ANSWER, Prompt, render, row_prompt, text_for_engine
 from raypost.data.rows import Rows
 from raypost.data.tokenizer import Tokenizer
@@ -91,7 +92,7 @@ def _rendering(task: TaskConfig) -> str:
         "system_prompt",
         "chat_template_source",
         "chat_template_kwargs",
-        "tools",
         "prompt_template",
     )
-    return json.dumps([getattr(task, name) for name in names], sort_keys=True, default=str)
+    decides = [*(getattr(task, name) for name in names), tool_schemas(task)]
+    return json.dumps(decides, sort_keys=True, default=str)

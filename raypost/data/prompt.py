@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from raypost.config import SourceConfig, TaskConfig
+from raypost.data.functions import tool_schemas
 from raypost.data.tokenizer import Tokenizer
 from raypost.errors import ConfigError
 from raypost.types import IntArray
@@ -26,7 +27,7 @@ HELD_OUT_ONE_IN = 10
 QUESTION, ANSWER, MESSAGES = "question", "answer", "messages"
 """Keys of the metadata that every prompt has, or may have, whatever its fields are called in the source."""
 
-_OF_RUNS = ("session_id", "raypost.turns")
+_OF_RUNS = ("session_id", "raypost.turns", "raypost.parked")
 """Keys by which agent loops and the trainer know a trajectory's session and turns."""
 
 Message = dict[str, Any]
@@ -206,7 +207,7 @@ def text_for_engine(prompt: Prompt, tokenizer: Tokenizer, task: TaskConfig) -> s
     return tokenizer.chat(
         conversation(task, prompt.text, prompt.metadata),
         template=task.chat_template_source,
-        tools=task.tools,
+        tools=tool_schemas(task),
         variables=task.chat_template_kwargs,
     )
 

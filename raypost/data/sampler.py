@@ -122,8 +122,28 @@ class Sampler:
                 f"allowed are 1 to {self._task.max_prompt_tokens}; raise max_prompt_tokens or change the source"
             )
         group_id = self._cursor.position
-        self._cursor = Cursor(group_id + 1, item.epoch, item.offset + 1, _digest(item.text))
+        self._cursor = _behind(group_id, item)
         self._item = None
+        return self._group(group_id, item)
+
+    def continue_at(self, position: int, again: Sequence[int] = ()) -> list[Group]:
+        """Stand where so many groups were sampled; return the groups with these numbers below it, as they were then.
+
+        A stream is read from its start up to `position`, so this may take long. Raises what `sample` raises.
+        """
+        self.close()
+        self._cursor = Cursor()
+        numbers = sorted({*again, *([position - 1] if position else [])})
+        assert not numbers or numbers[-1] < max(position, 1), "a group is sampled again that never was"
+        reader, groups = self._new_reader(), []
+        for number in numbers:
+            item = reader[number]
+            self._cursor = _behind(number, item)
+            if number in again:
+                groups.append(self._group(number, item))
+        return groups
+
+    def _group(self, group_id: int, item: EncodedPrompt) -> Group:
         states = [
             RolloutState(
                 task=self._task.name,
@@ -284,6 +304,11 @@ class _StreamReader:
 
 def _item(prompt: Prompt, encode: Callable[[Prompt], IntArray], epoch: int, offset: int) -> EncodedPrompt:
     return EncodedPrompt(prompt.text, np.asarray(encode(prompt), np.int32), prompt.metadata, epoch, offset)
+
+
+def _behind(number: int, item: EncodedPrompt) -> Cursor:
+    """Return the cursor once the prompt with this number was handed out."""
+    return Cursor(number + 1, item.epoch, item.offset + 1, _digest(item.text))
 
 
 def _digest(text: str) -> str:

@@ -219,9 +219,19 @@ def _call_again(task: TaskConfig, size: int) -> SequenceRows:
 
 
 def python_rows(task: TaskConfig) -> SequenceRows | None:
-    """Return the rows of a function that returns a sequence; None if it returns an iterable without a length."""
+    """Return the rows of a function that returns a sequence; None if it returns an iterable without a length.
+
+    Raises ConfigError for an iterator that it returns again: checks would read what training needs.
+    """
     data = call(task)
-    return SequenceRows(task, data) if _is_sequence(data) else None
+    if _is_sequence(data):
+        return SequenceRows(task, data)
+    if isinstance(data, Iterator) and call(task) is data:
+        raise ConfigError(
+            f"task {task.name!r}: source.dataset is {task.source.dataset!r}, which returned the same iterator twice: "
+            "rows are read more than once, so each call must make an iterator of its own"
+        )
+    return None
 
 
 def stream_prompts(task: TaskConfig) -> Iterator[Prompt]:

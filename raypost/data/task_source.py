@@ -34,7 +34,7 @@ from raypost.data.sources import (
 )
 from raypost.data.tokenizer import Tokenizer
 from raypost.errors import ConfigError, RaypostError
-from raypost.packed import plain_bytes
+from raypost.types.plain import to_bytes
 
 HELD_OUT_LIMIT = 512
 """Default number of prompts that `held_out` looks for."""
@@ -61,7 +61,7 @@ def check_source(task: TaskConfig, seed: int, tokenizer: Tokenizer | None = None
         source, found = _build(task, seed, CHECK_S, tokenizer), []
         deadline = time.monotonic() + CHECK_S
         for prompt in itertools.islice(first_prompts(source), CHECK_PROMPTS):
-            plain_bytes(prompt.metadata)  # as its group will be packed
+            to_bytes(prompt.metadata)  # as its group will be packed
             found.append(prompt)
             if time.monotonic() > deadline:
                 break

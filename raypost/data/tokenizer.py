@@ -50,7 +50,8 @@ class Tokenizer:
         self._backend = backend
         self._special_tokens = special_tokens
         self._chat_template = chat_template
-        self._origin = origin
+        self.origin = origin
+        """The folder that it was loaded from."""
         self.eos_ids = eos_ids
         """Ids that end a response, the model's own first."""
         self.pad_id = pad_id
@@ -156,7 +157,7 @@ class Tokenizer:
         text = self._chat_template if template is None else template
         if text is None:
             raise ConfigError(
-                f"tokenizer in {self._origin} has no chat template: set chat: false for its tasks, name one with "
+                f"tokenizer in {self.origin} has no chat template: set chat: false for its tasks, name one with "
                 "chat_template, or add chat_template.jinja to the folder"
             )
         given = {
@@ -165,7 +166,7 @@ class Tokenizer:
             "tools": list(tools) or None,
             "add_generation_prompt": add_generation_prompt,
         }
-        return render_template(text, self._origin if template is None else "the task", given, messages)
+        return render_template(text, self.origin if template is None else "the task", given, messages)
 
 
 def _read_json(file: Path) -> dict[str, Any]:

@@ -15,7 +15,7 @@ from raypost.judges.generative import GenerativeJudge, LanguageModel
 from raypost.judges.reward_model import RewardModel, RewardModelJudge
 from raypost.judges.rules import RuleJudge, exact
 from raypost.judges.service import HttpJudge
-from raypost.protocols import Judge
+from raypost.types import Judge
 
 
 class Closed(Protocol):

@@ -13,8 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
 from raypost.errors import JudgeError, at
-from raypost.protocols import Judge
-from raypost.types import RolloutState, Score
+from raypost.types import Judge, RolloutState, Score
 
 COMBINE: dict[str, Callable[[Sequence[float]], float]] = {"sum": math.fsum, "product": math.prod, "min": min}
 """By the names of JudgeConfig.combine."""

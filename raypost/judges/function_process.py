@@ -31,6 +31,7 @@ from typing import Any, TypeVar
 
 from raypost.errors import JudgeError
 from raypost.judges.function_child import HEADER, FunctionSpec
+from raypost.observe.waits import waiting
 from raypost.types import Sample, Score
 
 T = TypeVar("T")
@@ -130,8 +131,10 @@ class FunctionProcess:
         late = f"{spec.function} took longer than judge.timeout_s {spec.timeout_s:g} s"
         try:
             async with asyncio.timeout(spec.timeout_s + GRACE_S * child.is_coroutine):
-                await self._send(child, (number, list(samples)))
-                found = await answer
+                what = f"{spec.function} in process {child.process.pid}"
+                with waiting(what, spec.timeout_s, outside="judge"):
+                    await self._send(child, (number, list(samples)))
+                    found = await answer
         except TimeoutError:
             child.waiting.pop(number, None)
             await self._end(child, "another call hung")

@@ -23,9 +23,10 @@ from raypost.config import JudgeConfig, TaskConfig
 from raypost.data.prompt import prompt_text
 from raypost.data.tokenizer import Tokenizer
 from raypost.errors import JudgeError, RaypostError
-from raypost.protocols import Generator
+from raypost.judges.reward_model import each
 from raypost.types import (
     GenerateRequest,
+    Generator,
     IntArray,
     RolloutState,
     SampleParams,
@@ -69,11 +70,7 @@ class GenerativeJudge:
 
     async def judge(self, states: list[RolloutState]) -> list[float]:
         """Return one Score for each state, its words the verdict. Raises JudgeError naming the first without one."""
-        scores = await asyncio.gather(*map(self._score, states), return_exceptions=True)
-        for score in scores:
-            if isinstance(score, BaseException):
-                raise score
-        return [score for score in scores if isinstance(score, float)]
+        return await each(self._score, states)
 
     async def _score(self, state: RolloutState) -> Score:
         message, config = self._message(state), self._config
@@ -151,7 +148,7 @@ class PolicyModel:
                     )
                     result = await self._generator.generate(
                         GenerateRequest(
-                            request_id=f"judge/{uuid.uuid4().hex}",
+                            request_id=f"judge-{uuid.uuid4().hex}",
                             token_ids=np.concatenate([ids, answered]),
                             sample_params=params,
                         )

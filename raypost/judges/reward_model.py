@@ -14,6 +14,7 @@ from __future__ import annotations
 import asyncio
 import json
 import math
+from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -25,7 +26,7 @@ from raypost.data.tokenizer import Tokenizer
 from raypost.errors import ConfigError, JudgeError, RaypostError
 from raypost.types import IntArray, RolloutState
 
-_KIND = "ForSequenceClassification"
+_SCORES = "ForSequenceClassification"
 """Ending of the names of sequence classifiers in Transformers."""
 _SPEAKS = "ForCausalLM"
 
@@ -36,6 +37,16 @@ class RewardModel(Protocol):
     async def score(self, prompt: str, response: str) -> float:
         """Return how good the response is. Raises RaypostError if it cannot be scored."""
         ...
+
+
+async def each(score: Callable[[RolloutState], Awaitable[float]], states: list[RolloutState]) -> list[float]:
+    """Return every state's score, asked for at once. When all are done, raises what the first failure raised."""
+    scores = []
+    for done in await asyncio.gather(*map(score, states), return_exceptions=True):
+        if isinstance(done, BaseException):
+            raise done
+        scores.append(done)
+    return scores
 
 
 class RewardModelJudge:
@@ -49,11 +60,7 @@ class RewardModelJudge:
 
     async def judge(self, states: list[RolloutState]) -> list[float]:
         """Return one score for each state. Raises JudgeError naming the first without one."""
-        scores = await asyncio.gather(*map(self._score, states), return_exceptions=True)
-        for score in scores:
-            if isinstance(score, BaseException):
-                raise score
-        return [score for score in scores if isinstance(score, float)]
+        return await each(self._score, states)
 
     async def _score(self, state: RolloutState) -> float:
         who = (
@@ -121,21 +128,15 @@ def check_reward_model(model: RewardModelConfig, folder: Path) -> None:
 
     Raises ConfigError.
     """
-    where, config = f"reward_models {model.name!r}: {folder}", _read_config(folder)
-    architectures = config.get("architectures") or []
-    if not any(name.endswith(_KIND) for name in architectures):
-        raise ConfigError(
-            f"{where} has architectures {architectures}, which give no score: use a model whose architecture ends "
-            f"in {_KIND}"
-        )
+    where, config = _checked(
+        model, folder, _SCORES, f"give no score: use a model whose architecture ends in {_SCORES}"
+    )
     # Transformers leaves both out where there are two.
     outputs = len(config["id2label"]) if "id2label" in config else config.get("num_labels", 2)
     if outputs != 1:
         raise ConfigError(
             f"{where} has {outputs} outputs, but a reward is one number: use a model with num_labels 1"
         )
-    _check_length(model, where, config)
-    Tokenizer.load(folder)
 
 
 def check_language_model(model: RewardModelConfig, folder: Path) -> None:
@@ -143,24 +144,24 @@ def check_language_model(model: RewardModelConfig, folder: Path) -> None:
 
     Raises ConfigError.
     """
+    fix = f"use a model whose architecture ends in {_SPEAKS}, or leave out generates"
+    _checked(model, folder, _SPEAKS, f"say nothing: {fix}")
+
+
+def _checked(model: RewardModelConfig, folder: Path, kind: str, otherwise: str) -> tuple[str, dict[str, Any]]:
+    """Return how errors name the model, and its config.json, once architecture, length and tokenizer will do."""
     where, config = f"reward_models {model.name!r}: {folder}", _read_config(folder)
     architectures = config.get("architectures") or []
-    if not any(name.endswith(_SPEAKS) for name in architectures):
-        raise ConfigError(
-            f"{where} has architectures {architectures}, which say nothing: use a model whose architecture ends in "
-            f"{_SPEAKS}, or leave out generates"
-        )
-    _check_length(model, where, config)
-    Tokenizer.load(folder)
-
-
-def _check_length(model: RewardModelConfig, where: str, config: dict[str, Any]) -> None:
+    if not any(name.endswith(kind) for name in architectures):
+        raise ConfigError(f"{where} has architectures {architectures}, which {otherwise}")
     positions = config.get("max_position_embeddings")
     if positions is not None and positions < model.max_model_len:
         raise ConfigError(
             f"{where} has {positions} positions (max_position_embeddings), fewer than max_model_len "
             f"{model.max_model_len}: lower that"
         )
+    Tokenizer.load(folder)
+    return where, config
 
 
 def _read_config(folder: Path) -> dict[str, Any]:

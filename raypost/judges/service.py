@@ -28,6 +28,7 @@ from raypost.config import JudgeConfig, TaskConfig
 from raypost.errors import JudgeError, at
 from raypost.judges.function import sample_of
 from raypost.judges.function_child import RefusedError, number_of
+from raypost.observe.waits import waiting
 from raypost.types import RolloutState, Sample, Score
 
 BACKOFF_S, MAX_BACKOFF_S = 0.5, 30.0
@@ -101,9 +102,12 @@ class HttpJudge:
         timeout_s = self._config.timeout_s
         try:
             async with asyncio.timeout(timeout_s):
-                async with self._connected().post(self._url, data=body, allow_redirects=False) as response:
-                    text = await _read(response)
-                    status = response.status
+                with waiting(self._url, timeout_s, outside="judge"):
+                    async with self._connected().post(
+                        self._url, data=body, allow_redirects=False
+                    ) as response:
+                        text = await _read(response)
+                        status = response.status
         except TimeoutError:
             raise _AgainError(f"took longer than judge.timeout_s {timeout_s:g} s") from None
         except (aiohttp.ClientError, OSError) as error:

@@ -12,7 +12,7 @@ from raypost.errors import Boundary, JudgeError, blame
 from raypost.judges.build import Closed, build_judge
 from raypost.judges.generative import LanguageModel
 from raypost.judges.reward_model import RewardModel
-from raypost.metrics import JudgeFigures
+from raypost.observe.metrics import JudgeFigures
 from raypost.types import EVALUATION_PRIORITY, RolloutState, Score
 
 _RETRIES: ContextVar[list[None]] = ContextVar("retries")

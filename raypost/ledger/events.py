@@ -17,6 +17,11 @@ class LedgerEvent(StrEnum):
     RESTORED = "restored"
     """Production went back to a checkpoint."""
 
+    REBUILT = "rebuilt"
+    """The producer died, and began again where it was."""
+    ALLOTTED = "allotted"
+    """How many groups of each task are in the batch of a step."""
+
     PAUSING = "pausing"
     """Production was asked to pause."""
     PAUSED = "paused"
@@ -41,5 +46,13 @@ DROPPED = (LedgerEvent.FILTERED, LedgerEvent.FAILED, LedgerEvent.EXPIRED)
 """How a group may end without being trained."""
 ENDS = (LedgerEvent.TRAINED, *DROPPED)
 """How a group may end."""
-NOTES = (LedgerEvent.PAUSING, LedgerEvent.PAUSED, LedgerEvent.RESUMED)
+PHASES = (
+    LedgerEvent.STARTED,
+    LedgerEvent.RESTORED,
+    LedgerEvent.PAUSING,
+    LedgerEvent.PAUSED,
+    LedgerEvent.RESUMED,
+)
+"""Which of these came last says whether production goes on."""
+NOTES = (LedgerEvent.PAUSING, LedgerEvent.PAUSED, LedgerEvent.RESUMED, LedgerEvent.REBUILT)
 """What production as a whole may note."""

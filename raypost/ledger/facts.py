@@ -15,6 +15,8 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any
 
+import numpy as np
+
 from raypost.ledger.events import DROPPED, LedgerEvent
 from raypost.types import GroupKey, Status
 
@@ -158,7 +160,10 @@ _FORMAT = {
 """Fields of a record. `stored_s`, `leased_s` and `ended_s` count from `sampled_s`; texts are numbers of Names."""
 RECORD = struct.Struct("<" + "".join(_FORMAT.values()))
 _COUNTS = [name for name, kind in _FORMAT.items() if kind == "H"]
-_WHERE: tuple[str, ...] = (*GroupPlace, LedgerEvent.TRAINED, *DROPPED)
+RECORD_TYPE = np.dtype([(name, f"<{kind}") for name, kind in _FORMAT.items()])
+"""The same for many records at once."""
+WHERE: tuple[str, ...] = (*GroupPlace, LedgerEvent.TRAINED, *DROPPED)
+"""What the number in `where` stands for."""
 _STATUSES: tuple[str, ...] = ("", *Status)
 _NOT_KNOWN = -(2**31)
 _EXPIRED, _CONTINUED = 1, 2
@@ -181,7 +186,7 @@ def record_of(
         "task": names.number(key[0]),
         "engine": names.number(group.engine),
         "why": names.number(why),
-        "where": _WHERE.index(end or group.place),
+        "where": WHERE.index(end or group.place),
         "status": _STATUSES.index(group.status),
         "flags": _EXPIRED * group.is_expired + _CONTINUED * group.is_continued,
     }
@@ -193,7 +198,7 @@ def record_of(
 def group_of(record: bytes, names: Names) -> tuple[GroupKey, LiveGroup]:
     """Return the living group that a record was made of."""
     fields = _fields(record)
-    group = LiveGroup(GroupPlace(_WHERE[fields["where"]]), **{name: fields[name] for name in _SAME})
+    group = LiveGroup(GroupPlace(WHERE[fields["where"]]), **{name: fields[name] for name in _SAME})
     group.sampled_s = fields["sampled_s"]
     group.stored_s, group.leased_s = (
         0.0 if math.isnan(fields[name]) else group.sampled_s + fields[name]
@@ -209,7 +214,7 @@ def lines_of(record: bytes, names: Names) -> list[Fields]:
     """Return what a record says as lines of the journal: sampled, stored, leased, and the end if there is one."""
     fields = _fields(record)
     key = {"task": names.texts[fields["task"]], "group": fields["group"]}
-    where, sampled_s = _WHERE[fields["where"]], fields["sampled_s"]
+    where, sampled_s = WHERE[fields["where"]], fields["sampled_s"]
     lines = [{"time": sampled_s, "event": str(LedgerEvent.SAMPLED), **key}]
     known: Fields = {"compact": _figures(fields, names)}
     if not math.isnan(fields["stored_s"]):

@@ -25,13 +25,19 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from raypost.errors import LedgerError
-from raypost.jsonl import LineFile, whole_lines
+from raypost.errors import LedgerError, RunFilesError
+from raypost.files.disk import Fsync
+from raypost.files.jsonl import LineFile, parsed, whole_lines
 from raypost.ledger.events import LedgerEvent
 
-FORMAT = 1
+FORMAT = 2
 """Of snapshots."""
-TAIL_BYTES = 2 << 20
+REMOVE_LEDGER = (
+    "remove it, and the run goes on from its checkpoint, which has counts of its own; what became of single groups "
+    "before is lost"
+)
+"""The way on where a journal cannot be read."""
+TAIL_BYTES = 1 << 20
 """So many bytes of lines stand without a snapshot."""
 FLUSH_LINES = 4096
 """Lines kept in memory at most."""
@@ -42,9 +48,12 @@ FLUSH_S = 1.0
 class Journal:
     """The writing end. One writer a file at a time; a second one continues the file."""
 
-    def __init__(self, path: Path) -> None:
-        """Touches nothing before the first flush. Raises LedgerError if the file is of another format."""
-        self._file = LineFile(path)
+    def __init__(self, path: Path, patience_s: float = 0.0, fsync: Fsync = "off") -> None:
+        """Touches nothing before the first flush. `patience_s`: how long lines wait for a disk that refuses them.
+
+        Raises LedgerError if the file is of another format, RunFilesError if its first line is damaged.
+        """
+        self._file = LineFile(path, patience_s, fsync)
         self._lines: list[str] = []
         self._oldest_s = 0.0
         first = b""
@@ -58,6 +67,16 @@ class Journal:
         self._first_s = _first_s(first)
 
     @property
+    def path(self) -> Path:
+        """Of the file."""
+        return self._file.path
+
+    @property
+    def end(self) -> int:
+        """Offset behind the last line that was flushed."""
+        return self.base + self.tail_bytes
+
+    @property
     def tail_bytes(self) -> int:
         """Bytes of the lines behind the snapshot, by which it is worth another one."""
         size = self._file.path.stat().st_size if self._file.path.exists() else 0
@@ -67,10 +86,13 @@ class Journal:
         """Return whether another snapshot is due."""
         return self.tail_bytes > max(TAIL_BYTES, 2 * self._first_bytes)
 
-    def put_snapshot(self, now_s: float, fields: Mapping[str, Any]) -> None:
-        """Put a line with these fields in place of all lines so far. Raises OSError; then nothing has changed."""
-        self.flush()
-        base = self.base + self.tail_bytes
+    def put_snapshot(self, now_s: float, fields: Mapping[str, Any], base: int = 0) -> None:
+        """Put a line with these fields in place of all lines so far; offsets go on at `base`, if that is beyond them.
+
+        Raises OSError; then nothing has changed.
+        """
+        self.flush(now=True)
+        base = max(base, self.end)
         line = {
             "time": now_s,
             "event": LedgerEvent.SNAPSHOT,
@@ -91,21 +113,22 @@ class Journal:
         if len(self._lines) >= FLUSH_LINES or not 0 <= now_s - self._oldest_s < FLUSH_S:
             self.flush()
 
-    def flush(self) -> None:
+    def flush(self, *, now: bool = False) -> None:
         """Hand what waits to the system: from here on a kill of this process loses none of it.
 
-        Raises OSError if the disk is full; nothing of it is written then, and all of it still waits.
+        Raises OSError if the disk is full and there is no patience left, or if it must be written `now`; nothing of it
+        is written then, and all of it still waits.
         """
-        self._file.append(self._lines)
+        self._file.append(self._lines, now=now)
         self._lines.clear()
 
     def sync(self) -> int:
         """Flush to the disk itself; the offset now, which is what a `restored` line names."""
-        self.flush()
+        self.flush(now=True)
         if self._file.path.exists():
             with open(self._file.path, "rb+") as file:
                 os.fsync(file.fileno())
-        return self.base + self.tail_bytes
+        return self.end
 
 
 def _plain(value: Any) -> Any:
@@ -135,7 +158,11 @@ class JournalReader:
     """
 
     def __init__(self, path: Path) -> None:
-        """Read where the history goes. Raises OSError if there is no such file, LedgerError for another format."""
+        """Read where the history goes.
+
+        Raises OSError if there is no such file, LedgerError for another format, RunFilesError if the first line, which
+        says where the others belong, is damaged.
+        """
         # A snapshot may take its place meanwhile: what is open is the file as it was.
         self._file = open(path, "rb")  # noqa: SIM115
         weakref.finalize(self, self._file.close)
@@ -144,13 +171,14 @@ class JournalReader:
         self.last_s: float
         """Time of the last one."""
         self.num_damaged = 0
-        """Lines of the last `lines` that were no JSON objects, and were skipped."""
+        """Lines of the last `lines` that are not as they were written, and were skipped."""
         first = next(whole_lines(self._file), b"")
         self.snapshot = _snapshot_of(first, path)
         """What the lines before this file came to; None for a file that has them all."""
         self._shift = 0 if self.snapshot is None else self.snapshot["base"] - len(first)
         end, restarts, last = self._scan()
-        self._end = end
+        self.end = end
+        """Offset behind the last whole line."""
         self._starts, self._ends = _surviving(restarts, end)
         self.first_s, self.last_s = _first_s(first), _time_of(last or first)
         self.is_snapshot_void = self.snapshot is not None and self._is_void(self.snapshot["base"] - 1)
@@ -163,7 +191,7 @@ class JournalReader:
         """
         self.num_damaged = 0
         for start, raw in self._numbered():
-            if start + len(raw) > self._end:
+            if start + len(raw) > self.end:
                 return
             is_void = self._is_void(start)
             if (is_void and not void) or (wanted is not None and not wanted(raw)):
@@ -209,11 +237,11 @@ class JournalReader:
 def _decode(raw: bytes) -> dict[str, Any] | None:
     """Return the fields of a line, or None for a damaged one."""
     try:
-        fields = json.loads(raw)
+        fields = parsed(raw)
         return (
             fields if isinstance(fields["event"], str) and isinstance(fields["time"], int | float) else None
         )
-    except (ValueError, TypeError, KeyError):
+    except (ValueError, TypeError, KeyError, RecursionError):
         return None
 
 
@@ -229,8 +257,13 @@ def _first_s(first: bytes) -> float:
 
 
 def _snapshot_of(first: bytes, path: Path) -> dict[str, Any] | None:
-    """Return the fields of a first line that is a snapshot. Raises LedgerError if it is of another format."""
-    fields = _decode(first) if b'"%s"' % LedgerEvent.SNAPSHOT.encode() in first else None
+    """Return the fields of a first line that is a snapshot.
+
+    Raises LedgerError if it is of another format, RunFilesError if it is damaged.
+    """
+    fields = _decode(first)
+    if first and fields is None:
+        raise RunFilesError(f"{path} is damaged in its first line: {REMOVE_LEDGER}")
     if fields is None or fields["event"] != LedgerEvent.SNAPSHOT:
         return None
     if fields.get("format") != FORMAT:

@@ -18,11 +18,14 @@ from raypost.ledger.closed import CLOSED_FILE, Closed, find_records
 from raypost.ledger.events import ENDS, LedgerEvent
 from raypost.ledger.facts import Names, lines_of, record_of
 from raypost.ledger.journal import JournalReader
-from raypost.ledger.ledger import LEDGER_FILE, Ledger, nearest_of
-from raypost.ledger.summary import ledger_before
+from raypost.ledger.known import nearest_of
+from raypost.ledger.ledger import LEDGER_FILE, Ledger
+from raypost.ledger.replay import ledger_before
 from raypost.types import GroupKey
 
 Fields = dict[str, Any]
+_NOT_OF_GROUPS = (LedgerEvent.STARTED, LedgerEvent.SAVED, LedgerEvent.ALLOTTED)
+"""Lines of production as a whole that no life of a group shows."""
 
 
 def find_run(run: str, runs_dir: Path = Path("runs")) -> Path:
@@ -64,6 +67,13 @@ class GroupLife:
         last = self.lines[-1]["event"] if self.lines else None
         return last if last in ENDS else None
 
+    @property
+    def step(self) -> int | None:
+        """The train step that it was leased for last."""
+        return next(
+            (line["step"] for line in reversed(self.lines) if line["event"] == LedgerEvent.LEASED), None
+        )
+
     def as_dict(self) -> Fields:
         """Return plain data."""
         task, group_id = self.key
@@ -93,7 +103,7 @@ def group_life(run_dir: Path, group: str) -> GroupLife:
             (life.void if reader.is_snapshot_void else life.lines).append(fields)
     for fields, void in reader.lines(lambda raw: number in raw or b'"group"' not in raw, void=True):
         if "group" not in fields:
-            if not void and fields["event"] not in (LedgerEvent.STARTED, LedgerEvent.SAVED):
+            if not void and fields["event"] not in _NOT_OF_GROUPS:
                 for life in lives.values():
                     if life.lines and life.end is None:
                         life.lines.append(fields)

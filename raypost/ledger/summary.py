@@ -1,27 +1,24 @@
 """Summary of all groups of a run, length bias included, made from its ledger's journal, also while the run goes on.
 
-The journal's snapshot, and then its lines, are replayed through a Ledger, so that what is counted obeys the rules
-under which it was written; moves that break them are listed as problems.
+The journal is replayed through a Ledger (replay.py), so that what is counted obeys the rules under which it was
+written; moves that break them are listed as problems.
 
 Invariant: memory is bounded by the groups that have not ended, never by the length of the journal.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
-from raypost.errors import LedgerError
-from raypost.ledger.events import DROPPED, LedgerEvent
+from raypost.errors import RaypostError
+from raypost.ledger.events import LedgerEvent
 from raypost.ledger.facts import GroupPlace, GroupStats
 from raypost.ledger.journal import JournalReader
 from raypost.ledger.ledger import LEDGER_FILE, REGENERATED, Ledger
-from raypost.types import GroupCounts, GroupKey, Status
-
-MAX_PROBLEMS = 10
+from raypost.ledger.replay import Replay, ledger_before
+from raypost.types import GroupCounts
 
 Fields = dict[str, Any]
 
@@ -115,7 +112,7 @@ class LedgerSummary:
 def ledger_summary(run_dir: Path) -> LedgerSummary:
     """Count all groups of a run. Raises OSError if it has no journal."""
     reader = JournalReader(run_dir / LEDGER_FILE)
-    replay = _Replay(ledger_before(reader))
+    replay = Replay(ledger_before(reader))
     for fields, _ in reader.lines():
         replay.play(fields)
     problems = replay.problems
@@ -130,6 +127,14 @@ def ledger_summary(run_dir: Path) -> LedgerSummary:
     )
 
 
+def sampled_before(run_dir: Path) -> int:
+    """Return how many groups a run has sampled by its journal, 0 where that cannot be read."""
+    try:
+        return ledger_summary(run_dir).counts.sampled
+    except (OSError, RaypostError):
+        return 0
+
+
 def _tasks(ledger: Ledger) -> dict[str, dict[str, GroupStats]]:
     """Return the statistics by task and kind, of the living too."""
     found = {task: dict(kinds) for task, kinds in ledger.stats.items()}
@@ -137,86 +142,3 @@ def _tasks(ledger: Ledger) -> dict[str, dict[str, GroupStats]]:
         kind = GroupPlace.IN_FLIGHT if group.place is GroupPlace.IN_FLIGHT else GroupPlace.BUFFERED
         found.setdefault(key[0], {}).setdefault(kind, GroupStats()).add(group)
     return dict(sorted(found.items()))
-
-
-class _Replay:
-    """Replays a journal, line by line, through a ledger."""
-
-    def __init__(self, ledger: Ledger) -> None:
-        self.ledger = ledger
-        self._problems: list[str] = []
-        self._num_problems = 0
-
-    def play(self, fields: Fields) -> None:
-        """Apply one line; a move that the ledger refuses is a problem of the journal, and changes nothing."""
-        event = fields["event"]
-        try:
-            if event in _MOVES:
-                facts = {name: value for name, value in fields.items() if name not in _SAID}
-                _MOVES[event](self.ledger, (fields["task"], fields["group"]), facts)
-            elif event == LedgerEvent.RESTORED:
-                self._restored(fields)
-            else:
-                self.ledger.events[event] += 1
-        except (LedgerError, KeyError, TypeError, ValueError) as error:
-            self._problem(f"{event}: {error}" if isinstance(error, LedgerError) else f"{event}: {error!r}")
-
-    @property
-    def problems(self) -> list[str]:
-        """The first of them, and how many there were more."""
-        more = self._num_problems - len(self._problems)
-        return [*self._problems, *([f"and {more} more"] if more else [])]
-
-    def _problem(self, text: str) -> None:
-        self._num_problems += 1
-        if len(self._problems) < MAX_PROBLEMS:
-            self._problems.append(text)
-
-    def _restored(self, fields: Fields) -> None:
-        """Leases that were open when the checkpoint was saved are back in the buffer."""
-        self.ledger.reopen_leases()
-        self.ledger.events[LedgerEvent.RESTORED] += 1
-        played, saved = self.ledger.believed().sampled, fields["sampled"]
-        if played != saved:
-            self._problem(
-                f"restored: the checkpoint had {saved} groups, the journal before it {played}: "
-                "it is not the journal of that checkpoint"
-            )
-
-
-def _stored(ledger: Ledger, key: GroupKey, facts: Fields) -> None:
-    ledger.stored(key, Status(facts.pop("status")), **facts)
-
-
-def _leased(ledger: Ledger, key: GroupKey, facts: Fields) -> None:
-    ledger.leased([key], facts["step"], [facts["staleness"]])
-
-
-def _dropped(reason: Status, ledger: Ledger, key: GroupKey, facts: Fields) -> None:
-    ledger.dropped(key, reason, **facts)
-
-
-def _trained(ledger: Ledger, key: GroupKey, facts: Fields) -> None:
-    # Ends all of the step at once: its other lines change nothing, and may not be written yet.
-    ledger.trained(facts["step"])
-
-
-_MOVES: dict[str, Callable[[Ledger, GroupKey, Fields], None]] = {
-    LedgerEvent.SAMPLED: lambda ledger, key, _: ledger.sampled(key),
-    LedgerEvent.CONTINUED: lambda ledger, key, _: ledger.continued(key),
-    LedgerEvent.STORED: _stored,
-    LedgerEvent.LEASED: _leased,
-    LedgerEvent.TRAINED: _trained,
-    **{end: partial(_dropped, Status(end.value)) for end in DROPPED},
-}
-"""What a line about a group does to a ledger."""
-_SAID = ("time", "event", "task", "group")
-
-
-def ledger_before(reader: JournalReader) -> Ledger:
-    """Return the ledger with which the lines of a journal begin: that of its snapshot, or an empty one."""
-    ledger = Ledger()
-    ledger.events.clear()
-    if reader.snapshot is not None and not reader.is_snapshot_void:
-        ledger.load_snapshot(reader.snapshot)
-    return ledger

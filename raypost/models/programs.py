@@ -22,7 +22,8 @@ from raypost.data.prompt import is_held_out
 OPERATIONS = {"add": "+", "subtract": "-", "multiply by": "*"}
 DRAWN = ("add", "subtract", "multiply by", "multiply by")
 """What an operation is drawn from: hasty programs are right a third of the time."""
-OPERANDS = "nk0123456789"
+OPERANDS = "nk123456789"
+"""Without 0: what is multiplied by 0 at the end makes many a wrong program right, which teaches to end early."""
 PIECES = re.compile(r"\b[nk\d]\b|(?:(?!\b[nk\d]\b)[\s\S])+")
 """An operand is a token, and so is everything between two operands, such as ", multiply by "."""
 READABLE = re.compile(r"Write f\(n, k\): start with [nk\d](, (add|subtract|multiply by) [nk\d])*\.")

@@ -1,8 +1,8 @@
 """The tiny model: made here, and warmed up so far that it knows more than it does.
 
-Owns a tokenizer for sums, or for small programs (programs.py), a Llama of some 0.3 million parameters, and a short
-supervised warm-up. The warm-up, here on sums of one-digit numbers, shows both answers off the top of the head and
-worked ones, the former ever more often:
+Owns a tokenizer for sums, small programs (programs.py) or calls of a calculator (calls.py), a Llama of some 0.3 million
+parameters, and a short supervised warm-up. The warm-up, here on sums of one-digit numbers, shows both answers off the
+top of the head and worked ones, the former ever more often:
 
     State the final answer to the following arithmetic problem: 4 + 3 - 9 + 5 =     4 + 3 - 9 + 5 =
      3                                                                              7 - 9 + 5 =
@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import json
 import logging
 import random
 import re
@@ -33,15 +34,16 @@ from raypost.config import SourceConfig
 from raypost.data.gym import gym_dataset
 from raypost.data.prompt import is_held_out
 from raypost.errors import ConfigError
-from raypost.models import programs
+from raypost.models import calls, programs
 
 if TYPE_CHECKING:
+    from tokenizers import Tokenizer
     from torch import Tensor
     from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 
 log = logging.getLogger(__name__)
 
-REVISION = 1
+REVISION = 2
 """Raised when the same recipe makes another model, so that cached ones are not taken for it."""
 
 DATASET = "chain_sum"
@@ -51,6 +53,10 @@ MAX_POSITIONS = 256
 """Longest prompt and response together, tokens."""
 
 PAD, EOS, UNKNOWN = "<pad>", "<eos>", "<unk>"
+SPECIAL_TOKENS = {"eos_token": EOS, "pad_token": PAD, "unk_token": UNKNOWN}
+
+SUM = re.compile(r"State the final answer to the following arithmetic problem: \d+( [+-] \d+)* =")
+"""A question of the dataset."""
 
 _IGNORED = -100
 """Target that cross entropy leaves out."""
@@ -127,23 +133,33 @@ def make_tiny(recipe: TinyRecipe, seed: int, folder: Path) -> None:
 
 def build_tokenizer(recipe: TinyRecipe) -> PreTrainedTokenizerFast:
     """Return a tokenizer whose words are the corpus's numbers, and the pieces of text between them."""
-    from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
+
+    return PreTrainedTokenizerFast(
+        tokenizer_object=_backend(recipe),
+        **SPECIAL_TOKENS,
+        clean_up_tokenization_spaces=False,
+    )
+
+
+def write_tokenizer(recipe: TinyRecipe, folder: Path) -> None:
+    """Write the tokenizer's files into `folder`, for raypost's own Tokenizer, without importing transformers."""
+    _backend(recipe).save(str(folder / "tokenizer.json"))
+    (folder / "tokenizer_config.json").write_text(json.dumps(SPECIAL_TOKENS), encoding="utf-8")
+
+
+def _backend(recipe: TinyRecipe) -> Tokenizer:
+    from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 
     corpus = CORPORA[recipe.corpus]
     texts = [text for texts in itertools.islice(corpus.examples(recipe, 0), 1000) for text in texts]
     pieces = {piece for text in texts for piece in corpus.pieces.findall(text)} | set("0123456789")
+    pieces -= {PAD, EOS, UNKNOWN}
     vocabulary = {token: i for i, token in enumerate([PAD, EOS, UNKNOWN, *sorted(pieces)])}
     backend = Tokenizer(models.WordLevel(vocabulary, unk_token=UNKNOWN))
     backend.pre_tokenizer = pre_tokenizers.Split(Regex(corpus.pieces.pattern), behavior="isolated")
     backend.decoder = decoders.Fuse()
-    return PreTrainedTokenizerFast(
-        tokenizer_object=backend,
-        eos_token=EOS,
-        pad_token=PAD,
-        unk_token=UNKNOWN,
-        clean_up_tokenization_spaces=False,
-    )
+    return backend
 
 
 def problems(recipe: TinyRecipe, seed: int) -> Iterator[dict[str, Any]]:
@@ -196,7 +212,7 @@ CORPORA = {
         _sums,
         # A digit is a token, and so is everything between two digits, such as " + ".
         re.compile(r"\d|\D+"),
-        re.compile(r"State the final answer to the following arithmetic problem: \d+( [+-] \d+)* ="),
+        SUM,
         f"sums as reasoning-gym's {DATASET} writes them",
     ),
     "programs": Corpus(
@@ -204,6 +220,12 @@ CORPORA = {
         programs.PIECES,
         programs.READABLE,
         "programs as raypost.models.programs asks for them",
+    ),
+    "calls": Corpus(
+        lambda recipe, seed: calls.examples(problems(recipe, seed)),
+        calls.PIECES,
+        SUM,
+        f"sums as reasoning-gym's {DATASET} writes them, in the chat template of the recipe tools",
     ),
 }
 """By their names in model.options.corpus."""

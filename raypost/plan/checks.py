@@ -12,22 +12,24 @@ from collections.abc import Iterator
 from difflib import get_close_matches
 from pathlib import Path
 
+from raypost.checkpoint import CHECKPOINTS
 from raypost.config import Config, ModelConfig, TaskConfig, load_config
 from raypost.config.identity import changed_settings, differences, run_identity
 from raypost.data.prompt import Prompt
 from raypost.data.task_source import check_source, evaluation_prompts
 from raypost.data.tokenizer import Tokenizer
 from raypost.errors import ConfigError
+from raypost.files.owner import OF_NO_RUN, REPORTS, owner
 from raypost.judges.code import try_code
 from raypost.judges.reward_model import check_language_model, check_reward_model
 from raypost.judges.trial import try_judges
 from raypost.models import tiny
 from raypost.models.resolve import SMOLLM2, TINY, check_model
 from raypost.models.tensor_files import read_shapes
-from raypost.owner import OF_NO_RUN, owner
 from raypost.plan.loops import loop_problems
 from raypost.plan.models import problem
 from raypost.plan.prompts import Surveys, known_tokenizer, length_problems
+from raypost.report.damage import damage
 from raypost.trainer.batch.sft import check_examples
 
 CONFIG_FILE = "config.yaml"
@@ -44,6 +46,8 @@ def composition_problems(config: Config) -> Iterator[str]:
     """Check what the placement can do, and the models beside the policy: critic, reference, reward models."""
     if config.placement == "colocate":
         yield from _colocate_problems(config)
+    if config.sync.transport == "nccl":
+        yield from _nccl_problems(config)
     yield from _reward_model_problems(config)
     if config.train.loss.kl.pool is not None:
         yield from _reference_problems(config)
@@ -54,6 +58,16 @@ def composition_problems(config: Config) -> Iterator[str]:
         yield (
             f"train.batch_size is {config.train.batch_size} groups, not divisible by train.critic.num_workers "
             f"{critic.num_workers}: use a divisor of {config.train.batch_size}"
+        )
+
+
+def _nccl_problems(config: Config) -> Iterator[str]:
+    if config.device == "cpu":
+        yield "sync.transport is nccl, but device is cpu: use gloo, object_store or auto"
+    elif config.placement == "colocate":
+        yield (
+            "sync.transport is nccl, but placement is colocate, where ranks and engines share GPUs, which NCCL does "
+            "not connect: use object_store or auto"
         )
 
 
@@ -100,6 +114,23 @@ def _reference_problems(config: Config) -> Iterator[str]:
 
 def _colocate_problems(config: Config) -> Iterator[str]:
     rollout, train = config.rollout, config.train
+    if rollout.autoscale is not None:
+        yield (
+            f"placement is colocate, where each engine shares a rank's device, but rollout.autoscale.max is "
+            f"{rollout.autoscale.max}: remove rollout.autoscale, or use placement: separate"
+        )
+    if rollout.labels:
+        yield "placement is colocate, where engines are on the ranks' nodes: set train.labels instead of rollout.labels"
+    if rollout.reserve:
+        yield (
+            f"placement is colocate, where engines and ranks are reserved together, but rollout.reserve is "
+            f"{rollout.reserve}: remove it, or use placement: separate"
+        )
+    if rollout.standby:
+        yield (
+            f"placement is colocate, where engines share the ranks' devices, but rollout.standby is {rollout.standby}: "
+            "set it to 0, or use placement: separate"
+        )
     if rollout.pools:
         names = ", ".join(pool.name for pool in rollout.pools)
         yield (
@@ -254,36 +285,36 @@ def run_dir_problems(config: Config) -> list[str]:
     fix = f"choose another name=, or delete {run_dir}"
     if (living := owner(run_dir)) is not None:
         return [f"run folder {run_dir} belongs to {living}: wait for it, stop it, or choose another name="]
+    if damaged := damage(run_dir):
+        return damaged
     if file.exists():
         try:
             before = load_config(file)
         except ConfigError as error:
-            return [f"run folder {run_dir} holds a run whose {CONFIG_FILE} cannot be read ({error}): {fix}"]
+            return [
+                f"run folder {run_dir} holds a run whose {CONFIG_FILE} cannot be read ({error}): {_unread(run_dir)}"
+            ]
         different = differences(run_identity(before), run_identity(config))
         if different:
             return [f"run folder {run_dir} holds another run ({'; '.join(different[:4])}): {fix}"]
-        return list(_layout_problems(before, config))
-    elif existing == run_dir and (others := sorted({path.name for path in run_dir.iterdir()} - OF_NO_RUN)):
-        return [f"run folder {run_dir} holds files of no run ({', '.join(others[:4])}): {fix}"]
+    elif existing == run_dir and not _has_checkpoint(run_dir):
+        named = {path.name for path in run_dir.iterdir() if not path.match(REPORTS)}
+        others = sorted(named - OF_NO_RUN)
+        return (
+            [f"run folder {run_dir} holds files of no run ({', '.join(others[:4])}): {fix}"] if others else []
+        )
     return []
 
 
-def _layout_problems(before: Config, config: Config) -> Iterator[str]:
-    """Check that a run which continues can read its optimizer's state."""
-    pairs = [
-        ("train", before.train, config.train),
-        ("train.critic", before.train.critic, config.train.critic),
-    ]
-    for place, was, now in pairs:
-        if was is None or now is None:
-            continue
-        layouts = [(ranks.zero_stage, ranks.num_workers) for ranks in (was, now)]
-        if layouts[0] != layouts[1] and 0 in (was.zero_stage, now.zero_stage):
-            yield (
-                f"run folder {config.run_dir} holds a run with {place}.zero_stage {was.zero_stage} on "
-                f"{was.num_workers} rank(s), this one has {now.zero_stage} on {now.num_workers}: stage 0 is read by "
-                "stage 0 alone, on as many ranks; keep both, or choose another name="
-            )
+def _has_checkpoint(run_dir: Path) -> bool:
+    return any(run_dir.glob(f"{CHECKPOINTS}/step-*"))
+
+
+def _unread(run_dir: Path) -> str:
+    """Return the way on for a run whose configuration cannot be read."""
+    if _has_checkpoint(run_dir):
+        return "remove that file; the run's checkpoints tell whether the configuration is their own"
+    return f"it has no checkpoint: choose another name=, or delete {run_dir}"
 
 
 def continued_with(config: Config) -> Iterator[str]:

@@ -12,18 +12,21 @@ import urllib.error
 import urllib.request
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import yaml
 
 from raypost.config import Config, EnginePoolConfig, PoolConfig, RolloutConfig, WorkerPoolConfig
+from raypost.config.rollout import RolloutPoolConfig
 from raypost.errors import ClusterError, ConfigError
 
 Resources = Mapping[str, float]
 """Amounts under Ray's names: CPU, GPU and custom ones."""
 
+NODE_TYPE = "ray.io/node-group"
+"""Label with the type of a node, which autoscalers set."""
 LIGHT_ROLES = (
     "rollout-controller",
     "producer",
@@ -57,6 +60,10 @@ class Bundle:
     """Number of the device it shares with the others of that number, on one node; None: it has its own."""
     pool: str = ""
     """An engine's: name of its pool; empty: the pool that `rollout` describes."""
+    labels: Mapping[str, str] = field(default_factory=dict)
+    """That its node must have."""
+    fallback_labels: Sequence[Mapping[str, str]] = ()
+    """That will do instead."""
 
 
 @dataclass(slots=True, frozen=True)
@@ -65,6 +72,10 @@ class ClusterResources:
 
     nodes: Sequence[Resources]
     elastic: bool = False
+    free: Sequence[Resources] | None = None
+    """What of it nobody holds, in the same order; None: unknown, or all of it."""
+    labels: Sequence[Mapping[str, str]] | None = None
+    """Of each node, in the same order; None: unknown."""
 
     def total(self, resource: str) -> float:
         """Return the sum over all nodes."""
@@ -86,35 +97,60 @@ class ClusterResources:
         try:
             content = yaml.safe_load(path.read_text())
             head, nodes = content["head_node_type"], []
+            labels: list[Mapping[str, str]] = []
             for name, node_type in content["available_node_types"].items():
                 # Ray's own default: the head's type has no workers, any other as many as the cluster may have.
                 workers = node_type.get("max_workers", 0 if name == head else content.get("max_workers", 0))
                 count = int(workers) + (name == head)
                 nodes += [dict(node_type["resources"])] * count
+                labels += [{NODE_TYPE: str(name), **(node_type.get("labels") or {})}] * count
         except OSError as error:
             raise ConfigError(f"cannot read cluster file {path}: {error.strerror}") from error
         except (yaml.YAMLError, KeyError, TypeError, AttributeError, ValueError) as error:
             raise ConfigError(
                 f"{path} is no Ray cluster file with head_node_type and available_node_types: {error!r}"
             ) from error
-        return cls(nodes)
+        return cls(nodes, labels=labels)
 
     @classmethod
     def of_dashboard(cls, address: str, token: str | None = None, timeout_s: float = 2.0) -> ClusterResources:
-        """Ask a cluster's dashboard (http://host:8265) for its live nodes. Raises ClusterError."""
-        request = urllib.request.Request(f"{address.rstrip('/')}/api/v0/nodes?detail=1&limit=1000")
-        if token:
-            request.add_header("Authorization", f"Bearer {token}")
-        try:
+        """Ask a cluster's dashboard (http://host:8265) what its live nodes have, and hold. Raises ClusterError."""
+
+        def rows(of: str) -> list[dict[str, Any]]:
+            request = urllib.request.Request(f"{address.rstrip('/')}/api/v0/{of}?detail=1&limit=1000")
+            if token:
+                request.add_header("Authorization", f"Bearer {token}")
             with urllib.request.urlopen(request, timeout=timeout_s) as response:
                 answer: Any = json.load(response)
-            rows = answer["data"]["result"]["result"]
-            return cls([dict(row["resources_total"]) for row in rows if row["state"] == "ALIVE"])
+            return list(answer["data"]["result"]["result"])
+
+        try:
+            alive = [row for row in rows("nodes") if row["state"] == "ALIVE"]
+            nodes = {row["node_id"]: row["resources_total"] for row in alive}
+            labels = [dict(row.get("labels") or {}) for row in alive]
+            free = {node: Counter(total) for node, total in nodes.items()}
+            for node, held in _held(rows("actors"), rows("placement_groups")):
+                if node in free:
+                    free[node].subtract(held)
+            own = [dict(total) for total in nodes.values()]
+            return cls(own, free=[dict(left) for left in free.values()], labels=labels)
         except (urllib.error.URLError, OSError, ValueError, KeyError, TypeError) as error:
             raise ClusterError(
                 f"no cluster answers at {address} within {timeout_s:.0f} s ({error}): give the address "
                 "of its dashboard, and RAY_AUTH_TOKEN or RAY_AUTH_TOKEN_PATH if it wants a token"
             ) from error
+
+
+def _held(
+    actors: Sequence[Mapping[str, Any]], groups: Sequence[Mapping[str, Any]]
+) -> Iterator[tuple[str, Resources]]:
+    """Yield (node, resources) of each actor of its own, and of each bundle of a placement group."""
+    for actor in actors:
+        if actor["state"] == "ALIVE" and not actor["placement_group_id"]:
+            yield actor["node_id"], actor["required_resources"]
+    for group in groups:
+        if group["state"] == "CREATED":
+            yield from ((bundle["node_id"], bundle["unit_resources"]) for bundle in group["bundles"])
 
 
 def bundles(config: Config) -> list[Bundle]:
@@ -123,12 +159,17 @@ def bundles(config: Config) -> list[Bundle]:
     shared = config.placement == "colocate"
     # Ray counts a device that several actors share in parts.
     gpus = {} if config.device == "cpu" else {"GPU": (round(1 / (3 if critic else 2), 3) if shared else 1)}
+    agent, judge = (
+        {"CPU": cpus} if cpus else {} for cpus in (config.rollout.agent_cpus, config.rollout.judge_cpus)
+    )
     ranks: list[tuple[str, WorkerPoolConfig]] = [("trainer", config.train)]
     if critic:
         ranks.append(("critic", critic))
     return [
         *_engines("rollout_worker", config.rollout, config, part=gpus.get("GPU") if shared else None),
         *(one for pool in config.rollout.pools for one in _engines("rollout_worker", pool, config)),
+        *_standing_by(config.rollout, config),
+        *(one for pool in config.rollout.pools for one in _standing_by(pool, config)),
         *(_engines("evaluation_worker", pool, config) if pool else ()),
         *(_engines("reference_worker", reference, config) if reference else ()),
         *(one for model in config.reward_models for one in _engines("reward_worker", model, config)),
@@ -138,14 +179,15 @@ def bundles(config: Config) -> list[Bundle]:
                 f"{kind}-{n}",
                 {"CPU": of.num_cpus, **gpus, **of.resources},
                 shares=n if shared else None,
+                labels=of.labels,
             )
             for kind, of in ranks
             for n in range(of.num_workers)
         ),
-        *(Bundle("agent_loop", f"agent-loop-{n}", {}) for n in range(config.rollout.agent_workers)),
-        *(Bundle("judge", f"judge-{n}", {}) for n in range(config.rollout.judge_workers)),
+        *(Bundle("agent_loop", f"agent-loop-{n}", agent) for n in range(config.rollout.agent_workers)),
+        *(Bundle("judge", f"judge-{n}", judge) for n in range(config.rollout.judge_workers)),
         *(
-            Bundle(name.replace("-", "_"), name, {})
+            Bundle(name.replace("-", "_"), name, agent if name == "evaluation-loop" else {})
             for name in (*LIGHT_ROLES, *(EVALUATION_ROLES if pool else ()))
         ),
     ]
@@ -163,9 +205,19 @@ def _engines(role: str, of: EnginePoolConfig, config: Config, part: float | None
             {"CPU": of.num_cpus, **gpus, **of.resources},
             shares=n if shared else None,
             pool=pool,
+            labels=of.labels,
+            fallback_labels=of.fallback_labels,
         )
         for n in range(of.num_workers)
     ]
+
+
+def _standing_by(of: RolloutConfig | RolloutPoolConfig, config: Config) -> list[Bundle]:
+    """Return those that stand by for a pool: their names are the next."""
+    all_ = _engines(
+        "rollout_worker", of.model_copy(update={"num_workers": of.num_workers + of.standby}), config
+    )
+    return [replace(one, role="standby_worker") for one in all_[of.num_workers :]]
 
 
 def shared_devices(config: Config) -> list[dict[str, float]]:
@@ -242,24 +294,70 @@ def shortages(config: Config, cluster: ClusterResources) -> list[str]:
     return problems
 
 
+def occupied(config: Config, cluster: ClusterResources) -> list[str]:
+    """Return what the cluster has and others hold now, with the three numbers."""
+    if cluster.free is None:
+        return []
+    free = ClusterResources(cluster.free, labels=cluster.labels)
+    heavy = [bundle for bundle in bundles(config) if bundle.resources]
+    problems = [
+        f"the placement needs {need:g} {resource}, and of the cluster's {cluster.total(resource):g} only "
+        f"{free.total(resource):g} are free: others hold the rest"
+        for resource in sorted({name for bundle in heavy for name in bundle.resources})
+        if free.total(resource)
+        < (need := sum(bundle.resources.get(resource, 0) for bundle in heavy))
+        <= cluster.total(resource)
+    ]
+    homes = place(heavy, free)
+    homeless = [
+        bundle for bundle in heavy if bundle.name not in homes and bundle.name in place(heavy, cluster)
+    ]
+    if homeless and not problems:
+        one = homeless[0]
+        most = ", ".join(f"{free.largest(name):g} {name}" for name in one.resources)
+        problems.append(
+            f"{one.name} needs {describe(one.resources)} on one node, and others hold it: the most that is free on any "
+            f"node: {most}"
+        )
+    return problems
+
+
 def place(asked: Sequence[Bundle], cluster: ClusterResources) -> dict[str, str]:
     """Return actor name -> node: largest actors first, each on the first node with room, if any has.
 
     Ray decides anew when the job runs; this shows that, and how, it can fit.
     """
     free = [dict(node) for node in cluster.nodes]
+    labels = cluster.labels
     homes = {}
     heavy = (bundle for bundle in asked if bundle.resources)
     for bundle in sorted(
         heavy, key=lambda b: (b.resources.get("GPU", 0), b.resources.get("CPU", 0)), reverse=True
     ):
+        ways = [bundle.labels, *bundle.fallback_labels]
         for number, node in enumerate(free):
-            if _fits(bundle.resources, node):
+            is_chosen = labels is None or any(matches(way, labels[number]) for way in ways)
+            if is_chosen and _fits(bundle.resources, node):
                 for name, amount in bundle.resources.items():
                     node[name] -= amount
-                homes[bundle.name] = _node_name(number, cluster.nodes[number])
+                kind = labels[number].get(NODE_TYPE) if labels is not None else None
+                homes[bundle.name] = _node_name(number, cluster.nodes[number]) + (
+                    f" ({kind})" if kind else ""
+                )
                 break
     return homes
+
+
+def matches(selectors: Mapping[str, str], labels: Mapping[str, str]) -> bool:
+    """Return whether a node with these labels is selected, as Ray does."""
+    return all(is_selected(selector, labels.get(name)) for name, selector in selectors.items())
+
+
+def is_selected(selector: str, value: str | None) -> bool:
+    """Return whether a selector takes a label's value; None: the node has no such label."""
+    wanted = selector.removeprefix("!")
+    values = wanted[3:-1].split(",") if wanted.startswith("in(") else [wanted]
+    return (value in values) != selector.startswith("!")
 
 
 def describe(resources: Resources) -> str:
@@ -282,7 +380,8 @@ def _node_name(number: int, node: Resources) -> str:
 def _fix(resource: str) -> str:
     if resource == "CPU":
         return (
-            "add nodes, or lower rollout.num_workers, rollout.num_cpus, train.num_workers or train.num_cpus"
+            "add nodes, or lower rollout.num_workers, rollout.num_cpus, rollout.agent_cpus, train.num_workers or "
+            "train.num_cpus"
         )
     if resource == "GPU":
         return "add nodes, or lower rollout.num_workers, rollout.tensor_parallel_size or train.num_workers"

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import inspect
+import shutil
+import socket
 import threading
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -11,36 +14,156 @@ from typing import Any
 import numpy as np
 
 from raypost.agent_loop.custom import CustomAgentLoop, LoopContext
+from raypost.chat.renderer import task_renderer
 from raypost.config import Config, TaskConfig
 from raypost.config.imports import load_function
+from raypost.data.functions import function_tools
 from raypost.data.prompt import Prompt, render
 from raypost.data.task_source import check_source
 from raypost.data.tokenizer import Tokenizer
 from raypost.errors import ConfigError, RaypostError
 from raypost.production.verdict import check_members
+from raypost.sandbox import why_not
+from raypost.sandbox.tools import LIMITS
 from raypost.types import GenerateRequest, GenerateResult, Group, RolloutState, SampleParams
 
 TRIAL_S = 15.0
 """Longest time of a trial, imports included."""
+PARSERS_S = 60.0
+"""On top of it where vLLM's parsers are imported."""
 NUM_MEMBERS = 2
+SANDBOXED = "raypost.sandbox.tools:"
 
 
 def loop_problems(task: TaskConfig, config: Config, tokenizer: Tokenizer | None) -> Iterator[str]:
     """Yield what is wrong with the task's own agent loop. Without a tokenizer it is imported, but not played."""
     options = task.agent_loop
+    yield from _deadlines(task, config)
+    limit_s = TRIAL_S + PARSERS_S * bool(
+        options.tool_call_parser or options.reasoning_parser or options.renderer
+    )
+    if options.kind == "tools":
+        problem = _bounded(lambda: _try_tools(task, tokenizer), limit_s)
+        if problem is not None:
+            yield (
+                problem if problem.startswith("task ") else f"task {task.name!r}: agent_loop.tools: {problem}"
+            )
+    if options.kind == "session":
+        if config.train.advantage.session_reward == "sum":
+            yield (
+                f"task {task.name!r}: train.advantage.session_reward is sum, but each branch of a session has the "
+                "reward of the whole session: use last or mean"
+            )
+        yield from _address(task, config)
+        problem = _bounded(lambda: _try_agent(task, tokenizer), limit_s)
+        if problem is not None:
+            yield problem if problem.startswith("task ") else f"task {task.name!r}: agent_loop: {problem}"
     if options.kind != "custom":
         return
     prompt = check_source(task, config.seed, tokenizer)[0]
-    problem = _bounded(lambda: _try_loop(task, config, prompt, tokenizer))
+    problem = _bounded(lambda: _try_loop(task, config, prompt, tokenizer), limit_s)
     if problem is not None:
         prefix = f"task {task.name!r}: agent_loop.loop"
         yield problem if problem.startswith(prefix) else f"{prefix} {options.loop!r}: {problem}"
 
 
-def _bounded(trial: Callable[[], str | None]) -> str | None:
+def _deadlines(task: TaskConfig, config: Config) -> Iterator[str]:
+    """Yield the deadlines of several turns that do not nest: call < session < group."""
+    options, group_s = task.agent_loop, 2 * config.rollout.request_timeout_s
+    if options.kind not in ("environment", "tools") and options.session_timeout_s is None:
+        yield from _turns(task, config, "rollout.request_timeout_s", group_s / 2)
+        return
+    inner = "step_timeout_s" if options.session_timeout_s is None else "session_timeout_s"
+    bound = options.session_timeout_s or options.step_timeout_s
+    yield from _turns(task, config, inner, bound)
+    if bound >= group_s:
+        yield (
+            f"task {task.name!r}: agent_loop.{inner} is {bound:g}, but a group is given up after {group_s:g} s, two "
+            "rollout.request_timeout_s: lower it, or raise that"
+        )
+
+
+def _address(task: TaskConfig, config: Config) -> Iterator[str]:
+    """Yield what is wrong with where a session's endpoint listens."""
+    options, place = task.agent_loop, f"task {task.name!r}: agent_loop"
+    actors = config.num_agent_loops
+    listening = actors * sum(other.agent_loop.port == options.port for other in config.tasks)
+    if options.port and listening > 1:
+        yield (
+            f"{place}.port is {options.port}, at which {listening} endpoints would listen, one of each task in each of "
+            f"{actors} agent-loop actors: leave it out"
+        )
+    try:
+        socket.getaddrinfo(options.host, options.port)
+    except OSError as error:
+        yield f"{place}.host is {options.host!r}, which is no address: {error}"
+
+
+def _turns(task: TaskConfig, config: Config, inner: str, bound: float) -> Iterator[str]:
+    """Yield what is wrong with `max_concurrent`: no turn for each actor, or a group that waits longer than it may."""
+    most, workers = task.agent_loop.max_concurrent, config.num_agent_loops
+    if most is None:
+        return
+    if most < workers:
+        yield (
+            f"task {task.name!r}: agent_loop.max_concurrent is {most}, less than the {workers} agent-loop actors "
+            "(rollout.agent_workers, and one more with eval.pool), each of which must have one: raise it, or lower that"
+        )
+    evaluated = config.eval.samples if config.eval.num_prompts else 0
+    size, group_s = max(task.group_size, evaluated), 2 * config.rollout.request_timeout_s
+    rounds = -(-size // max(1, most // workers))
+    if rounds * bound >= group_s > bound:
+        yield (
+            f"task {task.name!r}: with agent_loop.max_concurrent {most} a group of {size} plays in {rounds} "
+            f"rounds, each for at most {inner} {bound:g} s, but is given up after {group_s:g} s, two "
+            "rollout.request_timeout_s: lower one, or raise that"
+        )
+
+
+def _try_agent(task: TaskConfig, tokenizer: Tokenizer | None) -> str | None:
+    options = task.agent_loop
+    if options.agent:
+        agent = load_function(options.agent, f"task {task.name!r}: agent_loop.agent", options.file_source)
+        try:
+            inspect.signature(agent).bind(None, **options.params)
+        except TypeError as error:
+            return f"agent {options.agent!r} cannot be called with a session and {options.params!r:.200}: {error}"
+    elif not options.external and shutil.which(options.command[0]) is None:
+        return f"command: there is no program {options.command[0]!r} on this machine"
+    if (
+        tokenizer is not None
+        and task_renderer(task, tokenizer).render([{"role": "user", "content": "?"}]).size == 0
+    ):
+        return "the chat template renders nothing"
+    return None
+
+
+def _try_tools(task: TaskConfig, tokenizer: Tokenizer | None) -> str | None:
+    function_tools(task)
+    if any(str(tool).startswith(SANDBOXED) for tool in task.agent_loop.tools) and (
+        problem := why_not(LIMITS)
+    ):
+        return problem
+    if tokenizer is None:
+        return None
+    renderer = task_renderer(task, tokenizer)
+    if not renderer.renders_tools():
+        return (
+            "the chat template leaves out what tools there are: name one that renders them with chat_template; "
+            "docs/agents.md has one"
+        )
+    if not renderer.proves(["tool"], True):
+        return (
+            "the chat template gives no ids that may follow a call: what was said before changes when a result "
+            "follows, or no token of the tokenizer ends a turn; name another one with chat_template"
+        )
+    return None
+
+
+def _bounded(trial: Callable[[], str | None], limit_s: float) -> str | None:
     """Return what a trial finds, in a thread that is left behind if it hangs."""
     found = [
-        f"it takes longer than {TRIAL_S:g} s to import, make and begin: move what takes long into its first call"
+        f"it takes longer than {limit_s:g} s to import, make and begin: move what takes long into its first call"
     ]
 
     def run() -> None:
@@ -53,7 +176,7 @@ def _bounded(trial: Callable[[], str | None]) -> str | None:
 
     thread = threading.Thread(target=run, name="trial", daemon=True)
     thread.start()
-    thread.join(TRIAL_S)
+    thread.join(limit_s)
     return found[0] if found else None
 
 

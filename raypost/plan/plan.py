@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from raypost.config import Config, TaskConfig
+from raypost.config import Config, RolloutConfig, TaskConfig
 from raypost.config.identity import run_digest
 from raypost.config.judges import UNSANDBOXED
 from raypost.config.trackers import tracker_problems
@@ -31,11 +31,14 @@ from raypost.plan.cluster import (
     describe,
     engine_pools,
     name_problems,
+    occupied,
     place,
     rank_pools,
     shortages,
 )
+from raypost.plan.memory import memory_lines, memory_warnings, model_sizes
 from raypost.plan.models import model_problems, model_warnings
+from raypost.plan.nodes import label_problems, node_lines
 from raypost.plan.prompts import Surveys, prompt_lines, prompt_warnings
 from raypost.plan.schedule import (
     Bound,
@@ -75,6 +78,10 @@ class Plan:
     staleness: tuple[Bound, ...]
     batch: tuple[tuple[str, str], ...]
     """(quantity, value) of the batch arithmetic."""
+    nodes: tuple[tuple[str, str], ...]
+    """(type of node, how many and what they have), where the cluster tells types."""
+    memory: tuple[tuple[str, str], ...]
+    """(whose, how much), estimated."""
     transport: str
     warnings: tuple[str, ...]
 
@@ -101,13 +108,14 @@ def check(
         problems += source_problems(config, tried=tried, offline=offline, surveys=surveys)
         problems += schedule_problems(config)
     problems += tracker_problems(config.trackers)
-    lacking = shortages(config, cluster) if cluster else []
+    lacking = [*shortages(config, cluster), *label_problems(config, cluster)] if cluster else []
     if cluster and not cluster.elastic:
         problems += lacking
     if problems:
         error = ClusterError if problems == lacking else ConfigError
         raise error("\n  ".join([f"{len(problems)} problem(s)", *problems]))
     homes = place(bundles(config), cluster) if cluster else {}
+    sizes = model_sizes(config)
     return Plan(
         run_dir=config.run_dir,
         resumes=(config.run_dir / CONFIG_FILE).exists(),
@@ -115,6 +123,8 @@ def check(
         placement=tuple(_placement(config, homes)),
         staleness=tuple(bound(task, config) for task in config.tasks),
         batch=(*_batch(config).items(), *prompt_lines(config, surveys)),
+        nodes=tuple(node_lines(cluster)),
+        memory=tuple(memory_lines(config, sizes)),
         transport=_transport(config),
         warnings=(
             *(_unasked(config) if offline else ()),
@@ -122,6 +132,7 @@ def check(
             *_warnings(config),
             *prompt_warnings(config, surveys),
             *(one.text for one in found if not one.refused),
+            *memory_warnings(config, sizes, cluster),
             *_cluster_warnings(config, cluster, lacking, homes),
         ),
     )
@@ -135,9 +146,9 @@ def _unasked(config: Config) -> Iterator[str]:
 
 
 def _placement(config: Config, homes: dict[str, str]) -> list[Placement]:
-    rows: dict[str, list[Bundle]] = {}
+    rows: dict[tuple[str, str], list[Bundle]] = {}
     for bundle in bundles(config):
-        rows.setdefault(bundle.role, []).append(bundle)
+        rows.setdefault((bundle.role, bundle.pool), []).append(bundle)
     return [
         Placement(
             role=role,
@@ -146,7 +157,7 @@ def _placement(config: Config, homes: dict[str, str]) -> list[Placement]:
             resources=describe(members[0].resources),
             nodes=", ".join(dict.fromkeys(homes[m.name] for m in members if m.name in homes)) or "any",
         )
-        for role, members in rows.items()
+        for (role, _), members in rows.items()
     ]
 
 
@@ -170,10 +181,15 @@ def _batch(config: Config) -> dict[str, str]:
         "optimizer steps a train step": f"{train.num_updates} of {groups_a_minibatch} groups",
         "trajectories in the whole run": f"{samples * train.num_steps} in {train.num_steps} steps",
         "requests in flight": f"the staleness bound allows {_requests(config)}, for {rollout.num_slots} slots "
-        f"({rollout.num_engines} worker(s) x max_num_seqs {rollout.max_num_seqs})",
+        f"({_slots(rollout)})",
         "groups produced ahead": f"at most {steps_ahead * train.batch_size} ({steps_ahead} batch(es))",
         "evaluation": "; ".join(_evaluation(task, config) for task in config.tasks),
     }
+
+
+def _slots(rollout: RolloutConfig) -> str:
+    pools = rollout.by_pool().values()
+    return ", ".join(f"{one.num_workers} worker(s) x max_num_seqs {one.max_num_seqs}" for one in pools)
 
 
 def _evaluation(task: TaskConfig, config: Config) -> str:
@@ -192,9 +208,12 @@ def _evaluation(task: TaskConfig, config: Config) -> str:
 def _transport(config: Config) -> str:
     lora = config.train.lora
     what = "adapters, the base once" if lora is not None and lora.sync == "adapter" else "all weights"
+    ways = {"auto": "object store, or gloo between nodes", "object_store": "object store"}
+    way = ways.get(config.sync.transport, f"{config.sync.transport}, object store to fall back on")
     return (
-        f"object store: {what}, in buckets of {config.train.bucket_mb} MiB, published once a version, read by "
-        f"{config.rollout.num_engines} worker(s), version and digest verified at every sync"
+        f"{way}: {what}, in buckets of {config.train.bucket_mb} MiB, published once a version, read by "
+        f"{config.rollout.num_engines} worker(s), version and digest verified at every sync, "
+        f"read back from the model: {config.sync.verify}"
     )
 
 
@@ -241,6 +260,23 @@ def _warnings(config: Config) -> Iterator[str]:
         yield "model.dtype is float32 on GPUs: bfloat16 takes half the memory and is several times faster"
 
 
+def _when_all_are_large(config: Config, cluster: ClusterResources) -> Iterator[str]:
+    """Yield what the cluster lacks for pools that grew as far as they may."""
+    rollout = config.rollout
+    bounds = {name or "rollout": one.autoscale for name, one in rollout.by_pool().items()}
+    large = {name: found.max for name, found in bounds.items() if found is not None}
+    if not large:
+        return
+    pools = [
+        pool.model_copy(update={"num_workers": large.get(pool.name, pool.num_workers)})
+        for pool in rollout.pools
+    ]
+    wide = {"num_workers": large.get("rollout", rollout.num_workers), "pools": tuple(pools)}
+    missing = shortages(config.model_copy(update={"rollout": rollout.model_copy(update=wide)}), cluster)
+    named = ", ".join(f"{name}.autoscale.max {most}" for name, most in large.items())
+    yield from (f"for {named} the cluster must grow: {text}" for text in missing)
+
+
 def _cluster_warnings(
     config: Config, cluster: ClusterResources | None, lacking: list[str], homes: dict[str, str]
 ) -> Iterator[str]:
@@ -248,6 +284,10 @@ def _cluster_warnings(
         yield "no cluster was looked at: whether its resources suffice is checked when the job starts"
         return
     yield from (f"the cluster must grow first: {text}" for text in lacking)
+    waits = "it may grow" if cluster.elastic else "then is refused"
+    patience = f"the job waits rollout.start_timeout_s {config.rollout.start_timeout_s:g} s for it, {waits}"
+    yield from (f"{text}; {patience}" for text in occupied(config, cluster))
+    yield from () if lacking else _when_all_are_large(config, cluster)
     homeless = [bundle.name for bundle in bundles(config) if bundle.resources and bundle.name not in homes]
     if homeless and not lacking:
         yield f"resources suffice in sum, but {', '.join(homeless)} may find no node with enough left"

@@ -5,6 +5,7 @@ What is found is kept in `source.index_dir`, so that a job that begins does not 
 
 from __future__ import annotations
 
+import functools
 import itertools
 import tempfile
 from collections.abc import Iterator
@@ -128,7 +129,7 @@ def _dropped(name: str, survey: Survey) -> str:
 
 def shown_prompts(task: TaskConfig, config: Config, count: int) -> list[ShownPrompt]:
     """Return the first `count` prompts of a task as an engine is given them. Raises ConfigError."""
-    tokenizer = _shown_tokenizer(config)
+    tokenizer = known_tokenizer(config)
     source, shown = build_source(task, config.seed, tokenizer), []
     for number, prompt in enumerate(itertools.islice(first_prompts(source), count)):
         place_of = getattr(source, "place", None)
@@ -145,19 +146,20 @@ def shown_prompts(task: TaskConfig, config: Config, count: int) -> list[ShownPro
 
 
 def known_tokenizer(config: Config) -> Tokenizer | None:
-    """Return the model's tokenizer if the model is on this machine and its tokenizer can be read."""
+    """Return the model's tokenizer if it can be read here; for `tiny`, which may yet be made, the one it will have."""
     try:
         folder = local_folder(config) or made_folder(config.model, config.seed)
-        return Tokenizer.load(folder) if folder is not None else None
+        if folder is not None:
+            return Tokenizer.load(folder)
+        if config.model.name != TINY:
+            return None
+        return _tiny_tokenizer(tiny.TinyRecipe.from_options(config.model.options))
     except ConfigError:
         return None
 
 
-def _shown_tokenizer(config: Config) -> Tokenizer | None:
-    """Return the model's tokenizer, and for `tiny` the one that it will have."""
-    found = known_tokenizer(config)
-    if found is not None or config.model.name != TINY:
-        return found
+@functools.cache
+def _tiny_tokenizer(recipe: tiny.TinyRecipe) -> Tokenizer:
     with tempfile.TemporaryDirectory() as made:
-        tiny.build_tokenizer(tiny.TinyRecipe.from_options(config.model.options)).save_pretrained(made)
-        return Tokenizer.load(Path(made))
+        tiny.write_tokenizer(recipe, Path(made))
+        return Tokenizer.load(made)

@@ -45,7 +45,7 @@ def started_at_once(task: TaskConfig, groups: int, config: Config) -> int:
     strategy = task.strategy
     surplus = 0 if strategy.kind == "sync" else oversample_budget(strategy.over_sample_threshold, groups)
     started = groups * horizon(task, config) + surplus
-    return min(started, strategy.max_pending) if strategy.max_pending else started
+    return min(started, task.max_pending) if task.max_pending else started
 
 
 def bound(task: TaskConfig, config: Config) -> Bound:

@@ -38,6 +38,11 @@ def surprises(config: Config) -> Iterator[str]:
     if not loss.kl.coefficient:
         for name in sorted(changed(loss.kl)):
             yield f"train.loss.kl.{name} is not used: kl.coefficient is 0"
+    if not config.checkpoint.interval and config.checkpoint.every_s is None:
+        yield (
+            "nothing is saved before the end (checkpoint.interval is 0, checkpoint.every_s null): a trainer rank that "
+            "dies has all steps trained again, and the run folder keeps every batch until then"
+        )
     yield from _short_timeouts(config, "")
     yield from _too_large(config)
 
@@ -46,10 +51,11 @@ def _too_large(config: Config) -> Iterator[str]:
     """Yield what this machine has no memory for; another one may have."""
     there = psutil.virtual_memory().total / 2**30
     rollout, train = config.rollout, config.train
-    if config.device == "cpu" and rollout.num_engines * rollout.kv_cache_gb > there:
+    caches = [one.num_workers * one.kv_cache_gb for one in rollout.by_pool().values()]
+    if config.device == "cpu" and sum(caches) > there:
         yield (
-            f"rollout.kv_cache_gb {rollout.kv_cache_gb:g} of {rollout.num_engines} engine(s) is more than the "
-            f"{there:.0f} GiB that this machine has"
+            f"rollout.kv_cache_gb of {rollout.num_engines} engine(s) comes to {sum(caches):g} GiB, more than the "
+            f"{there:.0f} that this machine has"
         )
     for name, mb in (("bucket_mb", train.bucket_mb), ("logits_mb", train.logits_mb)):
         if mb / 1024 > there:

@@ -144,9 +144,9 @@ def _tried(config: Config, count: int) -> tuple[list[Any], int | None]:
         while len(answers) < count:
             line = lines.get(timeout=TRIAL_S)
             if line is None:
-                return answers, child.wait()
+                return answers, child.wait(TRIAL_S)
             answers.append(json.loads(line))
-    except queue.Empty:
+    except (queue.Empty, subprocess.TimeoutExpired):
         pass
     finally:
         with contextlib.suppress(ProcessLookupError):
@@ -324,26 +324,34 @@ def _try_is_valid(one: UserCode, config: Config) -> None:
         )
 
 
+class _Hums:
+    """Stands for a frozen model."""
+
+    async def answer(self, message: str, max_tokens: int, temperature: float) -> str:
+        return "hm"
+
+
 def _try_environment(one: UserCode, config: Config) -> None:
-    from raypost.agent_loop.episode import Episode
+    from raypost.agent_loop.episode import Episode, takes_seed
 
     task = config.tasks[one.task]
-    make = _loaded(one, **task.agent_loop.params)
-    environment = make(**task.agent_loop.params)
+    given = dict(task.agent_loop.params) | ({"model": _Hums()} if task.agent_loop.reward_model else {})
+    environment = _loaded(one, **given)(**given)
     for method in ("reset", "step"):
         if not callable(getattr(environment, method, None)):
             raise ConfigError(
                 f"{one.what} is {one.path!r}, whose {type(environment).__name__} has no method {method}: an "
                 "environment has reset(metadata) and step(action), which return an Observation"
             )
-    _check_call(environment.reset, one, {})
+    seed = {"seed": 0} if takes_seed(environment) else {}
+    _check_call(environment.reset, one, {}, **seed)
     _check_call(environment.step, one, "")
 
     async def reset() -> None:
         episode = Episode("trial", TRIAL_S)
         episode.environment = environment
         try:
-            await episode.ask("reset", _first_metadata(task, config.seed))
+            await episode.ask("reset", _first_metadata(task, config.seed), **seed)
         except Exception as error:
             raise ConfigError(
                 f"{one.what} is {one.path!r}, whose reset failed for the task's first prompt: {error!r:.300}"

@@ -6,13 +6,13 @@ from raypost.config import Config, TaskConfig
 from raypost.config.imports import load_function
 from raypost.production.allocation import Allocation
 from raypost.production.strategy import AsyncProduceStrategy, build_strategy
-from raypost.protocols import BufferBounds, TaskLimits
+from raypost.types import BufferBounds, TaskLimits
 
 
 def strategy_of(task: TaskConfig, config: Config) -> AsyncProduceStrategy:
     """Return the task's strategy. Raises ConfigError if a function it names cannot be imported."""
     smallest = task.strategy.min_group_size or config.train.advantage.smallest_group
-    strategy = task.strategy.model_copy(update={"min_group_size": smallest})
+    strategy = task.strategy.model_copy(update={"min_group_size": smallest, "max_pending": task.max_pending})
     return build_strategy(strategy, config.sync.sync_weights_interval)
 
 

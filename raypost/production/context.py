@@ -1,7 +1,8 @@
 """ProduceContext: the state that all of production shares, and every move of a group between its places.
 
 Owns the status of production, its version and its first failure, and the moves of groups. Owns neither what is
-started (scheduler.py) nor the consumer's leases (take.py) nor the gate (pausing.py). Every method that moves a
+started (scheduler.py) nor the consumer's leases (take.py) nor the gate (pausing.py), nor how it is saved and comes back
+(restore.py). Every method that moves a
 group is called with the pending set's lock held: whenever the lock is free, each group is in exactly one place.
 
     sampler or buffer --spawn--> pending --receive--> buffer | FILTERED | FAILED | EXPIRED
@@ -18,31 +19,36 @@ from typing import Any, TypeVar
 
 from raypost.config import TaskConfig
 from raypost.data.sampler import Sampler
-from raypost.errors import (
-    AlignmentError,
-    Boundary,
-    CheckpointError,
-    JudgeError,
-    ProductionError,
-    RaypostError,
-    blame,
-)
+from raypost.errors import AlignmentError, Boundary, JudgeError, ProductionError, RaypostError, blame
 from raypost.ledger.ledger import MAX_WHY, Ledger, group_facts
-from raypost.packed import pack_groups, unpack_groups
 from raypost.production.allocation import Allocation
+from raypost.production.counted import measured
 from raypost.production.failures import FailureWatch
 from raypost.production.pending import PendingGroup, PendingSet, uninterrupted
 from raypost.production.progress import ProduceProgress
 from raypost.production.slots import EngineSlots
 from raypost.production.strategy import AsyncProduceStrategy, SpawnPlan, groups_owed
-from raypost.production.verdict import Received, check_members, decide, failed, unstorable
-from raypost.protocols import AgentLoop, Buffer, BufferCounts, PutResult
-from raypost.staleness import oldest_version
-from raypost.types import Group, GroupCounts, GroupKey, ProduceBatchStatus, Status
+from raypost.production.verdict import Received, check_members, decide, failed, parted, storable
+from raypost.types import (
+    AgentLoop,
+    Buffer,
+    BufferCounts,
+    Group,
+    GroupCounts,
+    GroupKey,
+    ProduceBatchStatus,
+    PutResult,
+    Status,
+    members_of,
+)
+from raypost.types.packed import pack_groups, unpack_groups
+from raypost.types.staleness import oldest_version
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
 
+FORGET_S = 5.0
+"""How long production waits for episodes to be closed, which close by themselves later."""
 MAX_DISPATCHES = 4
 """How often a group whose host died is started, before it is FAILED."""
 
@@ -77,21 +83,24 @@ class ProduceContext:
         self.clock = clock
         self.retryable = retryable
         self.pending = PendingSet()
-        self.progress = ProduceProgress(self.tasks, allocation)
+        self.progress = ProduceProgress(self.tasks, lambda step: ledger.allot(step, lambda: allocation(step)))
         self.status = ProduceBatchStatus.UPDATE_WEIGHT_AND_ABORT
         self.version: int | None = None
         """Version that production works with; None until the first resume."""
         self.failure: BaseException | None = None
         self.buffer = buffer
-        self._slots = EngineSlots(
-            num_slots, {name: task.config.group_size for name, task in self.tasks.items()}
-        )
+        self.slots = EngineSlots(num_slots, {task.config.name: task.config.group_size for task in tasks})
         self._refreshed_at = 0
         """Train step that the buffer's groups were last checked for expiry at."""
         self._dispatches: Counter[GroupKey] = Counter()
         self._failures = FailureWatch(self.tasks, allocation.batch_size)
-        self._claim = 0
+        self.claim = 0
         """Of the last call that moved groups out of the buffer: asked again with it, it gives the same answer."""
+
+    def next_claim(self) -> int:
+        """Return the claim of the next call that moves groups out of the buffer."""
+        self.claim += 1
+        return self.claim
 
     async def locked(self, step: Callable[[], Coroutine[Any, Any, T]]) -> T:
         """Run one step under the lock, to its end even if the caller is cancelled."""
@@ -147,8 +156,7 @@ class ProduceContext:
         missing = plan.num_groups
         sources = [status for status in plan.sources if buffered.get(status, 0) > 0]
         if missing > 0 and sources:
-            self._claim += 1
-            packed = await self.buffer.pop(task.config.name, sources, missing, self._claim)
+            packed = await self.buffer.pop(task.config.name, sources, missing, self.next_claim())
             for group in unpack_groups(packed) if packed is not None else ():
                 self.ledger.continued(group.key)
                 self._start(task, group, stored=True)
@@ -169,7 +177,7 @@ class ProduceContext:
 
     def room(self, task: str) -> int | None:
         """Return how many more groups of a task the engines take; None: there is no limit."""
-        return self._slots.room(task, self.pending.num_by_task())
+        return self.slots.room(task, self.pending.num_by_task())
 
     def owed(self, task: TaskRuntime, counts: BufferCounts, step: int) -> int:
         """Return how many unfinished groups of a task the batch of `step` must wait for, see `groups_owed`."""
@@ -212,17 +220,19 @@ class ProduceContext:
         await self._store([self._verdict(entry) for entry in entries])
 
     async def _store(self, received: list[Received]) -> None:
-        kept, gone = _parted(received)
+        kept, gone = parted(received)
         packed = None
         try:
             packed = pack_groups([one.group for one in kept]) if kept else None
         # A supervision boundary: metadata that an agent loop wrote may be anything.
         except Exception:
-            kept, gone = _parted([*map(_storable, kept), *gone])
+            kept, gone = parted([*map(storable, kept), *gone])
             packed = pack_groups([one.group for one in kept]) if kept else None
-        results = []
+        results: list[PutResult] = []
+        # First the journal: the buffer never holds a group that the ledger does not know, whenever this process dies.
+        self.ledger.flush()
         if packed is not None:
-            results = await self.buffer.put(packed, self.progress.next_consumer_step)
+            results = await self.buffer.put(packed, self.progress.next_consumer_step, self.claim)
         forgotten = [one.entry.key for one in gone if one.entry.stored]
         if forgotten:
             await self.buffer.drop(forgotten)
@@ -235,6 +245,8 @@ class ProduceContext:
             broken = self._failures.count(one)
             if broken is not None:
                 self.fail(ProductionError(f"{broken}; {self.describe()}"))
+        expired = [one for one, put in zip(kept, results, strict=True) if put.status is Status.EXPIRED]
+        await self._forget([one.entry.key for one in expired + gone])
 
     def _verdict(self, entry: PendingGroup) -> Received:
         """Decide what becomes of a group that ended. Changes nothing but the group."""
@@ -280,7 +292,7 @@ class ProduceContext:
             log.warning("group %s is dispatched again: %s", entry.key, type(error).__name__)
             return self._back(entry, dispatches)
         why = blame(Boundary.AGENT_LOOP, f"its host died {MAX_DISPATCHES} times, last: {error!r:.500}")
-        failures = Counter({Boundary.AGENT_LOOP: len(entry.last_known)})
+        failures = Counter({Boundary.AGENT_LOOP: len(members_of(entry.last_known))})
         return Received(entry, entry.as_started(), Status.FAILED, why=why, failures=failures)
 
     def _back(self, entry: PendingGroup, dispatches: int = 0) -> Received:
@@ -319,7 +331,7 @@ class ProduceContext:
         if result.status is Status.EXPIRED:
             facts["too_old"] = result.too_old
         if result.too_old:
-            self.progress.count_expired(one.group.num_tokens / len(one.group.states))
+            self.progress.count_expired(one.group.num_tokens / len(one.group.members))
         if result.stored:
             self.ledger.stored(key, result.status, **facts)
         else:
@@ -327,7 +339,8 @@ class ProduceContext:
 
     def _count(self, one: Received) -> None:
         window, group, verdict = self.progress.metrics, one.group, one.verdict
-        size, before, after = len(group.states), one.entry.num_tokens, one.num_tokens
+        members = group.members
+        size, before, after = len(members), one.entry.num_tokens, one.num_tokens
         window.produced_tokens += after - before if after >= before else after
         window.failed_samples += one.dropped
         window.count_failures(group.task, {str(b): n for b, n in one.failures.items()}, one.retried)
@@ -336,9 +349,9 @@ class ProduceContext:
         if verdict in (Status.FAILED, Status.ABORTED):
             return
         # Before the filter counts: a curve of what passed it would not show what the policy does.
-        rewards, seconds = [state.reward for state in group.states], self.clock() - one.entry.started_s
+        rewards, seconds = [member[-1].reward for member in members], self.clock() - one.entry.started_s
         window.of_task(group.task).count(rewards, verdict is Status.FILTERED, seconds)
-        self._slots.observe(group.task, [state.num_tokens for state in group.states])
+        self.slots.observe(group.task, [sum(state.num_tokens for state in member) for member in members])
 
     def _drop(self, key: GroupKey, reason: Status, **facts: Any) -> None:
         self.ledger.dropped(key, reason, **facts)
@@ -353,9 +366,9 @@ class ProduceContext:
         """
         if train_step == self._refreshed_at:
             return
-        self._claim += 1
-        gone = await self.buffer.refresh(train_step, self._claim)
+        gone = await self.buffer.refresh(train_step, self.next_claim())
         self._refreshed_at = train_step
+        await self._forget([expired.key for expired in gone])
         if gone:
             self.pending.changed.notify()
         for expired in gone:
@@ -365,55 +378,24 @@ class ProduceContext:
             else:
                 self._drop(expired.key, Status.EXPIRED)
 
+    async def _forget(self, keys: Sequence[GroupKey]) -> None:
+        """Have the episodes closed that wait for groups which do not go on where they were."""
+        for name, task in self.tasks.items():
+            of_task = [key for key in keys if key[0] == name and task.config.agent_loop.parks]
+            try:
+                async with asyncio.timeout(FORGET_S):
+                    if of_task:
+                        await task.agent_loop.forget(of_task)
+            except (TimeoutError, RaypostError) as error:
+                log.warning("the episodes of %d ended groups end at their timeout: %r", len(of_task), error)
+
+    def forget_refresh(self) -> None:
+        """Have the buffer's groups checked for expiry again: they are others now."""
+        self._refreshed_at = 0
+
     async def group_counts(self) -> GroupCounts:
         """Return where every group is. Lock held."""
         self.ledger.flush()
-        counts = await self.buffer.counts()
+        counts = await measured(self.buffer)
         buffered = sum(sum(by_status.values()) for by_status in counts.groups.values())
         return self.ledger.counts(buffered, len(self.pending))
-
-    # ---------------------------------------------------------------- saved, restored
-
-    async def state_dict(self) -> dict[str, Any]:
-        """See Producer.state_dict. Lock held, nothing pending."""
-        self.ledger.flush()
-        return {
-            "version": self.version,
-            "progress": self.progress.state_dict(undone=self.ledger.open_leases()),
-            "samplers": {name: task.sampler.state_dict() for name, task in self.tasks.items()},
-            "buffer": await self.buffer.state_dict(),
-            "ledger": self.ledger.state_dict(),
-        }
-
-    async def load_state_dict(self, state: dict[str, Any]) -> None:
-        """See Producer.load_state_dict. Lock held."""
-        if not self.pending.is_stopped:
-            raise CheckpointError(f"pause before restoring: {self.describe()}")
-        missing = {"version", "progress", "samplers", "buffer", "ledger"} - set(state)
-        if missing:
-            raise CheckpointError(f"production state lacks {sorted(missing)}: it is damaged")
-        self.ledger.load_state_dict(state["ledger"])
-        self.progress.load_state_dict(state["progress"])
-        for name, task in self.tasks.items():
-            task.sampler.load_state_dict(state["samplers"].get(name, {}))
-        await self.buffer.load_state_dict(state["buffer"])
-        self.version = state["version"]
-        self._refreshed_at = 0
-
-
-def _parted(received: Sequence[Received]) -> tuple[list[Received], list[Received]]:
-    """Return those that are stored, and those that are not."""
-    ended = (Status.FAILED, Status.FILTERED)
-    return [one for one in received if one.verdict not in ended], [
-        one for one in received if one.verdict in ended
-    ]
-
-
-def _storable(one: Received) -> Received:
-    """Return it, or that it FAILED if it cannot be stored."""
-    try:
-        pack_groups([one.group])
-    # As above: whatever it holds, this group is named and the others are stored.
-    except Exception as error:
-        return unstorable(one, error)
-    return one

@@ -18,10 +18,10 @@ from collections.abc import Awaitable, Callable
 
 from raypost.errors import ProductionError, WaitTimeoutError
 from raypost.ledger.events import LedgerEvent
-from raypost.pause import PauseDeadlines, PauseMode
+from raypost.observe.waits import waiting
 from raypost.production.context import ProduceContext
-from raypost.protocols import RolloutControl
-from raypost.types import ProduceBatchStatus
+from raypost.types import ProduceBatchStatus, RolloutControl
+from raypost.types.pause import PauseDeadlines, PauseMode
 
 log = logging.getLogger(__name__)
 
@@ -51,6 +51,7 @@ class Pausing:
             await self._pending.close_gate()
             context.status = ProduceBatchStatus.UPDATE_WEIGHT_AND_ABORT
             self._ledger.note(LedgerEvent.PAUSING, mode=mode, version=context.version)
+            self._ledger.flush()
             await self._stop(mode)
             self._ledger.note(LedgerEvent.PAUSED, mode=mode, version=context.version)
         seconds = context.clock() - started
@@ -77,6 +78,8 @@ class Pausing:
             await self._pending.close_gate()
             context.status = ProduceBatchStatus.UPDATE_WEIGHT_AND_ABORT
             self._ledger.note(LedgerEvent.PAUSING, mode="keep", version=context.version)
+            # Whoever comes after this process must not resume with the version before.
+            self._ledger.flush()
             await swap(version)
             await self._go_on(version)
         seconds = context.clock() - started
@@ -93,7 +96,29 @@ class Pausing:
         self._context.version = version
         self._context.status = ProduceBatchStatus.NORMAL
         self._ledger.note(LedgerEvent.RESUMED, version=version)
+        self._ledger.flush()
         await self._pending.open_gate()
+
+    async def resume_pool(self) -> None:
+        """Have the pool serve, if production goes on with a version. Idempotent."""
+        async with self._transition:
+            if self._pending.gate_open and self._context.version is not None:
+                await self._control.resume(self._context.version)
+
+    async def take_over(self) -> None:
+        """Go on as the producer did whose process died: resume if it had, else stay paused.
+
+        What that one had at work in the engines and agent loops is ended first: nobody waits for it. What it was asked
+        for and had not done is asked for again.
+        """
+        event, facts = self._ledger.last_note
+        at_work = event is LedgerEvent.PAUSING or facts.get("mode") == "keep"
+        async with self._transition:
+            if event is LedgerEvent.RESUMED or at_work:
+                await self._stop("abort")
+            if event is LedgerEvent.RESUMED:
+                await self._control.resume(facts["version"])
+                await self._go_on(facts["version"])
 
     async def close(self) -> None:
         """Cancel everything in flight, for good."""
@@ -153,7 +178,8 @@ class Pausing:
                 until = deadline if request is not None else min(deadline, resend_at)
                 with contextlib.suppress(TimeoutError):
                     async with asyncio.timeout_at(until):
-                        await changed.wait(seen)
+                        with waiting(f"{len(self._pending)} groups to end in a pause", self._timeout_s):
+                            await changed.wait(seen)
         finally:
             if request is not None:
                 request.cancel()

@@ -17,8 +17,8 @@ from collections.abc import Awaitable, Callable, Coroutine
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
-from raypost.staleness import NEVER
 from raypost.types import Group, GroupKey, RolloutState
+from raypost.types.staleness import NEVER
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")

@@ -21,19 +21,29 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from typing import Any, Generic, TypeVar
 
 from raypost.errors import ConfigError, ProductionError, WaitTimeoutError
 from raypost.ledger.ledger import Ledger
-from raypost.pause import PauseMode
+from raypost.observe.waits import waiting
+from raypost.production import restore
 from raypost.production.allocation import Allocation
 from raypost.production.context import ProduceContext, TaskRuntime
+from raypost.production.counted import counted
 from raypost.production.pausing import Pausing
 from raypost.production.scheduler import Scheduler
 from raypost.production.take import BatchT, BatchTaker
-from raypost.protocols import Buffer, RolloutControl, TakeStatus
-from raypost.types import GroupCounts, ProduceBatchStatus
+from raypost.types import (
+    Buffer,
+    GroupCounts,
+    GroupKey,
+    ProduceBatchStatus,
+    Rebuilt,
+    RolloutControl,
+    TakeStatus,
+)
+from raypost.types.pause import PauseMode
 
 __all__ = ["Producer", "TaskRuntime"]
 
@@ -67,6 +77,7 @@ class Producer(Generic[BatchT]):
         unknown, and all that the staleness bounds allow is in flight. `retryable` are errors that mean "the process
         that ran the group died".
         """
+        buffer = counted(buffer)
         context = ProduceContext(
             tasks, buffer, ledger, allocation, retryable=retryable, clock=clock, num_slots=num_slots
         )
@@ -110,6 +121,11 @@ class Producer(Generic[BatchT]):
         finally:
             self._running = False
 
+    def resize(self, num_slots: int) -> None:
+        """Work for engines that run another number of sequences at once from now on."""
+        self._context.slots.resize(num_slots)
+        self.pending.changed.notify()
+
     async def produce_batch(self, step: int) -> ProduceBatchStatus:
         """Produce until the batch of `step` is there: NORMAL; EXPIRED_BATCH if only newer weights allow it.
 
@@ -136,9 +152,12 @@ class Producer(Generic[BatchT]):
         since_s = self._context.clock()
         return await self._until(step, lambda: self._taker.take(step, since_s))
 
-    async def acknowledge(self, step: int) -> None:
-        """Record that the batches up to `step` are trained. Idempotent."""
-        await self._context.locked(lambda: self._taker.acknowledge(step))
+    async def acknowledge(self, step: int, left_out: Mapping[GroupKey, str] | None = None) -> None:
+        """Record that the batches up to `step` are trained. Idempotent.
+
+        `left_out`: groups of these that the trainer did not train, and why; they end as FAILED.
+        """
+        await self._context.locked(lambda: self._taker.acknowledge(step, left_out or {}))
 
     async def _until(self, step: int, attempt: Callable[[], Coroutine[Any, Any, T | None]]) -> T:
         """Attempt under the lock, again after every change, until there is a result."""
@@ -152,12 +171,13 @@ class Producer(Generic[BatchT]):
             while changed.count == seen:
                 with contextlib.suppress(TimeoutError):
                     async with asyncio.timeout_at(min(deadline, loop.time() + LOG_WAIT_S)):
-                        await changed.wait(seen)
+                        with waiting(f"the batch of step {step}", self._take_timeout_s):
+                            await changed.wait(seen)
                         break
-                waiting = f"the consumer waits for the batch of step {step}: {self._context.describe()}"
+                state = f"the consumer waits for the batch of step {step}: {self._context.describe()}"
                 if loop.time() >= deadline:
-                    raise WaitTimeoutError(f"{waiting}; it waited take_timeout_s={self._take_timeout_s:.0f}")
-                log.warning(waiting)
+                    raise WaitTimeoutError(f"{state}; it waited take_timeout_s={self._take_timeout_s:.0f}")
+                log.warning(state)
 
     # ---------------------------------------------------------------- pause and resume
 
@@ -178,6 +198,10 @@ class Producer(Generic[BatchT]):
         """
         self._scheduler.begin_rounds()
         await self._pausing.resume(version)
+
+    async def go_on(self) -> None:
+        """Have the rollout pool serve again, if production is not paused: it may have forgotten that it did."""
+        await self._pausing.resume_pool()
 
     async def swap(self, version: int, swap: Callable[[int], Awaitable[None]]) -> float:
         """Go on with `version`; returns the seconds it took. Idempotent. As `pause` with keep, load and `resume`.
@@ -210,12 +234,26 @@ class Producer(Generic[BatchT]):
             if not self.pending.is_stopped:
                 raise ProductionError(f"pause with mode abort before saving: {self._context.describe()}")
             if model_step is not None:
-                await self._taker.acknowledge(model_step)
-            return await self._context.state_dict()
+                await self._taker.acknowledge(model_step, {})
+            return await restore.saved(self._context)
 
         return await self._context.locked(save)
 
     async def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore what `state_dict` gave; production stays paused until `resume`. Raises CheckpointError."""
-        await self._context.locked(lambda: self._context.load_state_dict(state))
+        """Restore what `state_dict` gave; production stays paused until `resume`. Idempotent.
+
+        Raises CheckpointError if the state is damaged, does not add up, or is of another configuration.
+        """
+        await self._context.locked(lambda: restore.restore(self._context, state))
         self._taker.forget()
+
+    async def rebuild(self, incarnation: int) -> Rebuilt:
+        """Become the producer whose process died, as its ledger, which this one was given, and the buffer say.
+
+        Its groups in flight are dispatched again from what was stored of them, or from their prompts; it goes on
+        producing if it did. `incarnation`: how often a producer of this run died. Idempotent. Raises ProductionError if
+        ledger and buffer contradict each other, and what the rollout pool raises.
+        """
+        rebuilt = await self._context.locked(lambda: restore.rebuild(self._context, incarnation))
+        await self._pausing.take_over()
+        return rebuilt

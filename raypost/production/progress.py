@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from raypost.errors import CheckpointError
-from raypost.protocols import ProductionMetrics, TaskMetrics
+from raypost.types import ProductionMetrics, TaskMetrics
 
 COUNTERS = ("target", "consumed", "waived", "target_upto", "producer_future_step")
 """The attributes that count by task."""
@@ -73,6 +73,23 @@ class ProduceProgress:
             self.consumed[task] += groups
             self.waived[task] += share - groups
         self.next_consumer_step = step + 1
+
+    def rebuild(
+        self, next_step: int, consumed: Mapping[str, int], allocations: Mapping[int, Mapping[str, int]]
+    ) -> None:
+        """Become what was taken up to `next_step`, which is asked for next; what was asked for beyond that is not.
+
+        It will be again, in the same steps: what each was allotted stays. What was waived needs no counter of its own,
+        since the targets begin at what was taken.
+        """
+        for task in self.target:
+            self.target[task] = self.consumed[task] = consumed[task]
+            self.waived[task] = 0
+            self.target_upto[task] = next_step - 1
+            self.producer_future_step[task] = next_step
+        self.next_consumer_step = next_step
+        self._allocations = {step: dict(shares) for step, shares in allocations.items()}
+        self.metrics = ProductionMetrics()
 
     def forget(self, step: int) -> None:
         """Forget the allocation of steps up to `step`, which are trained."""

@@ -15,8 +15,7 @@ from dataclasses import dataclass
 
 from raypost.production.context import ProduceContext, TaskRuntime
 from raypost.production.strategy import SpawnPlan
-from raypost.protocols import BufferCounts
-from raypost.types import ProduceBatchStatus, Status
+from raypost.types import BufferCounts, ProduceBatchStatus, Status
 
 
 @dataclass(slots=True)

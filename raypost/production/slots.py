@@ -25,6 +25,10 @@ class EngineSlots:
         self._sizes = dict(group_sizes)
         self._shares = dict.fromkeys(group_sizes, FIRST_SHARE)
 
+    def resize(self, num_slots: int) -> None:
+        """Take note that all engines together run another number of sequences."""
+        self._num_slots = num_slots
+
     def observe(self, task: str, lengths: Sequence[int]) -> None:
         """Learn from the response lengths, in tokens, of a group that ended."""
         longest = max(lengths)

@@ -14,9 +14,8 @@ from typing import Any
 
 from raypost.config import StrategyConfig
 from raypost.config.imports import load_function
-from raypost.protocols import TaskLimits
-from raypost.staleness import NEVER, production_expired, stale_threshold
-from raypost.types import Group, Status
+from raypost.types import Group, Status, TaskLimits
+from raypost.types.staleness import NEVER, production_expired, stale_threshold
 
 IsValid = Callable[[Group], bool]
 ShouldContinue = Callable[[int, int], bool]

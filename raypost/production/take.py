@@ -14,12 +14,21 @@ trained. A batch is passed on as the buffer gives it and never opened. Called wi
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Mapping
 from typing import Generic, TypeVar
 
 from raypost.errors import ProductionError
 from raypost.production.context import ProduceContext
-from raypost.protocols import BatchMetrics, Buffer, Lease, TakeStatus
-from raypost.types import ProduceBatchStatus, Status
+from raypost.types import (
+    BatchMetrics,
+    Buffer,
+    GroupKey,
+    Lease,
+    ProduceBatchStatus,
+    ProductionMetrics,
+    Status,
+    TakeStatus,
+)
 
 BatchT = TypeVar("BatchT")
 
@@ -43,8 +52,8 @@ class BatchTaker(Generic[BatchT]):
         `since_s` is when the consumer began to wait, by the context's clock. Raises what ended production, and
         ProductionError for a step out of turn or one that can never be filled.
         """
-        if step in self._taken:
-            return self._taken[step], await self._lease_again(step)
+        if step in self._taken or step in self._ledger.open_leases():
+            return await self._take_again(step, since_s)
         context, progress = self._context, self._progress
         context.raise_failure()
         if step != progress.next_consumer_step:
@@ -79,18 +88,19 @@ class BatchTaker(Generic[BatchT]):
             f"the buffer holds {(await self._buffer.counts()).groups}; {context.describe()}"
         )
 
-    async def acknowledge(self, step: int) -> None:
+    async def acknowledge(self, step: int, left_out: Mapping[GroupKey, str]) -> None:
         """Record that the steps up to `step` are trained: their leases end. Idempotent.
 
-        Raises ProductionError for a step that was never taken.
+        `left_out`: groups that the trainer left out, and why. Raises ProductionError for a step that was never taken.
         """
         if step >= self._progress.next_consumer_step:
             raise ProductionError(
                 f"step {step} was acknowledged, but never taken; {self._context.describe()}"
             )
-        await self._buffer.acknowledge(step)
-        self._ledger.trained(step)
+        # First the journal: what the trainer left out is known to nobody else.
+        self._ledger.trained(step, left_out)
         self._ledger.flush()
+        await self._buffer.acknowledge(step)
         self._progress.forget(step)
         self._taken = {taken: status for taken, status in self._taken.items() if taken >= step}
         self._pending.changed.notify()  # there is room again
@@ -112,11 +122,14 @@ class BatchTaker(Generic[BatchT]):
         counts = await self._buffer.counts()
         return any(self._context.owed(self._context.tasks[task], counts, step) for task in wanted)
 
-    async def _lease_again(self, step: int) -> BatchT:
+    async def _take_again(self, step: int, since_s: float) -> tuple[TakeStatus, BatchT]:
         lease = await self._buffer.lease(step, {}) if step in self._ledger.open_leases() else None
         if lease is None:
             raise ProductionError(f"the batch of step {step} is trained and gone; {self._context.describe()}")
-        return lease.batch
+        if step not in self._taken:
+            # A producer that died took it; what it had counted until then died with it.
+            self._taken[step] = await self._status_of(lease, since_s, ProductionMetrics())
+        return self._taken[step], lease.batch
 
     async def _consume(self, lease: Lease[BatchT], since_s: float) -> TakeStatus:
         self._ledger.leased(lease.keys, lease.step, lease.staleness)
@@ -125,7 +138,13 @@ class BatchTaker(Generic[BatchT]):
         # Expire what stays: from now on it can be trained at the next step at the earliest.
         await self._context.refresh(lease.step + 1)
         self._pending.changed.notify()
-        self._taken[lease.step] = TakeStatus(
+        self._taken[lease.step] = await self._status_of(lease, since_s, self._progress.read_metrics())
+        return self._taken[lease.step]
+
+    async def _status_of(
+        self, lease: Lease[BatchT], since_s: float, metrics: ProductionMetrics
+    ) -> TakeStatus:
+        return TakeStatus(
             status=self._context.status,
             step=lease.step,
             num_groups=len(lease.keys),
@@ -133,10 +152,9 @@ class BatchTaker(Generic[BatchT]):
             staleness=lease.staleness,
             wait_s=self._context.clock() - since_s,
             buffered=sum((await self._completed()).values()),
-            metrics=self._progress.read_metrics(),
+            metrics=metrics,
             tasks=self._of_tasks(lease),
         )
-        return self._taken[lease.step]
 
     def _of_tasks(self, lease: Lease[BatchT]) -> dict[str, BatchMetrics]:
         """Return what the batch has of each task, as far as the ledger knows its groups."""

@@ -21,7 +21,8 @@ from numbers import Real
 from raypost.errors import AlignmentError, Boundary, ProductionError, blame, boundary_of
 from raypost.production.pending import PendingGroup
 from raypost.production.strategy import AsyncProduceStrategy
-from raypost.types import Group, GroupKey, RolloutState, Status
+from raypost.types import SESSION, Group, GroupKey, RolloutState, Status, members_of
+from raypost.types.packed import pack_groups
 
 _RETURNED = (Status.INIT, Status.COMPLETED, Status.ABORTED, Status.EXPIRED, Status.FAILED, Status.FILTERED)
 """What a member may be when its agent loop returns it."""
@@ -64,23 +65,41 @@ def failed(entry: PendingGroup, error: Exception) -> Group:
 
 
 def check_members(key: GroupKey, started: Sequence[RolloutState], group: Group) -> None:
-    """Mark members that cannot be trained FAILED. Raises ProductionError if it is not the group that was started."""
+    """Mark members that cannot be trained FAILED. A session may come back as several trajectories.
+
+    Raises ProductionError if it is not the group that was started.
+    """
     came = [(state.task, state.group_id, state.sample_index) for state in group.states]
-    sent = [(state.task, state.group_id, state.sample_index) for state in started]
-    if group.key != key or came != sent:
+    sent = dict.fromkeys((state.task, state.group_id, state.sample_index) for state in started)
+    members = group.members
+    if group.key != key or list(dict.fromkeys(came)) != list(sent) or len(members) != len(sent):
         raise ProductionError(
             f"the agent loop of task {key[0]!r} was given group {key} with the samples "
             f"{[index for _, _, index in sent]} and returned {group.key} with {came!r:.200}: it must return the same "
-            "trajectories"
+            "members"
         )
-    for state in group.states:
-        fault = _fault(state)
+    for member in members:
+        fault = next((found for found in map(_fault, member) if found), None) or _fault_of_session(member)
         if fault is not None:
-            state.reset()
-            _blame_loop(state, fault)
-        elif state.status in (Status.INIT, Status.EXPIRED):
-            # Not generated although it was asked for: it waits for its turn like an interrupted one.
-            state.status = Status.ABORTED
+            del member[1:]
+            member[0].reset()
+            _blame_loop(member[0], fault)
+        for state in member:
+            if state.status in (Status.INIT, Status.EXPIRED):
+                # Not generated although it was asked for: it waits for its turn like an interrupted one.
+                state.status = Status.ABORTED
+    group.states = [state for member in members for state in member]
+
+
+def _fault_of_session(member: list[RolloutState]) -> str | None:
+    """Say why several trajectories are no session."""
+    if len({state.metadata.get(SESSION) for state in member}) > 1 or (
+        len(member) > 1 and member[0].metadata.get(SESSION) is None
+    ):
+        return f"{len(member)} trajectories of one member do not name one {SESSION} in their metadata"
+    if len({(state.status, state.reward) for state in member}) > 1:
+        return f"the {len(member)} trajectories of one session differ in status or reward"
+    return None
 
 
 def _fault(state: RolloutState) -> str | None:
@@ -104,9 +123,11 @@ def _blame_loop(state: RolloutState, text: str) -> None:
 
 def decide(entry: PendingGroup, group: Group, strategy: AsyncProduceStrategy) -> Received:
     """Return the verdict on a group whose members are checked. Raises what the user's filter raises."""
-    bad = [state for state in group.states if state.status is Status.FAILED]
+    members = group.members
+    heads = [member[0] for member in members]
+    bad = [state for state in heads if state.status is Status.FAILED]
     lost = [state for state in bad if state.num_retries >= strategy.max_retries]
-    done = sum(state.status is Status.COMPLETED for state in group.states)
+    done = sum(state.status is Status.COMPLETED for state in heads)
     received = Received(
         entry,
         group,
@@ -114,14 +135,14 @@ def decide(entry: PendingGroup, group: Group, strategy: AsyncProduceStrategy) ->
         why=blame(Boundary.AGENT_LOOP, bad[0].error or "it says not why") if bad else "",
         num_tokens=group.num_tokens,
         failures=Counter(boundary_of(state.error) for state in bad),
-        completed=done - sum(state.status is Status.COMPLETED for state in entry.last_known),
+        completed=done - sum(one[0].status is Status.COMPLETED for one in members_of(entry.last_known)),
     )
-    if lost and len(group.states) - len(lost) < strategy.fewest_members:
+    if lost and len(members) - len(lost) < strategy.fewest_members:
         return received
     if bad:
         # A new group: what came back is decided upon once more if it could not be stored.
-        kept = [state for state in group.states if all(state is not one for one in lost)]
-        states = [_played_again(state) if state.status is Status.FAILED else state for state in kept]
+        kept = [member for member in members if all(member[0] is not one for one in lost)]
+        states = [state for member in kept for state in played_again(member)]
         received.group = Group(task=group.task, group_id=group.group_id, states=states)
         received.dropped, received.retried = len(lost), len(bad) - len(lost)
     received.verdict = received.group.status
@@ -130,13 +151,20 @@ def decide(entry: PendingGroup, group: Group, strategy: AsyncProduceStrategy) ->
     return received
 
 
-def _played_again(state: RolloutState) -> RolloutState:
-    judged = boundary_of(state.error) in _TOKENS_KEPT
-    again = replace(state)
-    if not judged:
-        again.reset()
-    again.status, again.error = Status.ABORTED, None
-    again.num_retries += 1
+def played_again(member: list[RolloutState]) -> list[RolloutState]:
+    """Return a FAILED member as it is played once more, any other as it is.
+
+    Only its judge is asked again where that failed it; else it is one trajectory that begins anew.
+    """
+    if member[0].status is not Status.FAILED:
+        return member
+    judged = boundary_of(member[0].error) in _TOKENS_KEPT
+    again = [replace(state) for state in (member if judged else member[:1])]
+    for state in again:
+        if not judged:
+            state.reset()
+        state.status, state.error = Status.ABORTED, None
+        state.num_retries += 1
     return again
 
 
@@ -148,5 +176,23 @@ def unstorable(one: Received, error: Exception) -> Received:
         group,
         Status.FAILED,
         why=next((state.error for state in group.states if state.error), ""),
-        failures=Counter(boundary_of(state.error) for state in group.states if state.error),
+        failures=Counter(boundary_of(one[0].error) for one in group.members if one[0].error),
     )
+
+
+def parted(received: Sequence[Received]) -> tuple[list[Received], list[Received]]:
+    """Return those that are stored, and those that are not."""
+    ended = (Status.FAILED, Status.FILTERED)
+    return [one for one in received if one.verdict not in ended], [
+        one for one in received if one.verdict in ended
+    ]
+
+
+def storable(one: Received) -> Received:
+    """Return it, or that it FAILED if it cannot be stored."""
+    try:
+        pack_groups([one.group])
+    # A supervision boundary: whatever it holds, this group is named and the others are stored.
+    except Exception as error:
+        return unstorable(one, error)
+    return one

@@ -12,8 +12,7 @@ from collections.abc import Iterable, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from raypost.spans import EVALUATE, ROLLOUT, SYNC, TRAIN
-from raypost.types import Span, SpanKind
+from raypost.observe.spans import EVALUATE, ROLLOUT, SYNC, TRAIN, Span, SpanKind
 
 Intervals_N2 = NDArray[np.float64]
 SpanTable = dict[tuple[str, SpanKind], Intervals_N2]

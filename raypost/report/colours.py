@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from raypost.types import SpanKind
+from raypost.observe.spans import SpanKind
 
 INK, GREY, LIGHT, PALE = "#1f2933", "#5f6c7b", "#cbd2d9", "#edf0f3"
 BLUE, ORANGE, GREEN, RED, PURPLE = "#2f6fde", "#e8871e", "#15936b", "#cf3f3f", "#8057c9"
@@ -17,4 +17,8 @@ KIND_COLOURS: dict[SpanKind, str] = {
     "pause": "#b8a9d9",
     "checkpoint": "#7a5c44",
     "wait": LIGHT,
+    "judge": "#5fae8f",
+    "tool": "#c77d98",
+    "environment": "#c9a13b",
+    "sandbox": "#4f9aa8",
 }

@@ -21,7 +21,7 @@ from statistics import NormalDist, fmean
 import numpy as np
 
 from raypost.config import EvalConfig
-from raypost.metrics import EVAL_FAILED, HELD_OUT, bounds_of, pass_at
+from raypost.observe.metrics import EVAL_FAILED, HELD_OUT, bounds_of, pass_at
 
 CONFIDENCE = 0.95
 """Coverage of every interval that is reported."""

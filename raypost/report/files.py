@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -18,14 +18,20 @@ import numpy as np
 import yaml
 
 from raypost.errors import RaypostError, RunFilesError
-from raypost.jsonl import LineFile, whole_lines
+from raypost.files.jsonl import LineFile, parsed, read_lines, sealed
+from raypost.observe.spans import Span
 
 CONFIG = "config.yaml"
 METRICS = "metrics.jsonl"
 """A line a train step."""
+ABANDONED = "abandoned"
+"""True in the line of a step that was trained again, from a checkpoint before it."""
 EVENTS = "events.jsonl"
 """What is not per step: sessions, evaluations, weight syncs, group counts, memory."""
 SPANS = "spans.jsonl"
+TICK_S = 1e-4
+"""Unit of the numbers in it."""
+SAMPLES = "samples"
 TENSORBOARD = "tensorboard"
 TRACKERS = "trackers.json"
 """What each tracker knows the run as."""
@@ -58,40 +64,47 @@ def write_json(path: Path, item: Mapping[str, Any]) -> None:
 class LineWriter:
     """Appends JSON objects to a file, each on a line of its own, handed to the system when written."""
 
-    def __init__(self, path: Path) -> None:
-        """Touch nothing before the first object."""
-        self._file = LineFile(path)
+    def __init__(self, path: Path, patience_s: float = 0.0) -> None:
+        """Touch nothing before the first object. `patience_s`: how long objects wait for a disk that refuses them."""
+        self._file = LineFile(path, patience_s)
 
     def write(self, *objects: Mapping[str, Any]) -> None:
         """Append the objects, all or none of them."""
         self._file.append([to_line(item) for item in objects])
 
 
+def abandon_steps(path: Path, first: int) -> None:
+    """Mark the lines of the steps from `first` on: what follows is of another history. Raises OSError."""
+    lines = [{**line, ABANDONED: True} if line["step"] >= first else line for line in read_lines(path)]
+    write_atomically(path, "".join(sealed(json.dumps(line)) for line in lines))
+
+
+def spans_line(spans: Sequence[Span]) -> dict[str, Any]:
+    """Return spans as one object: by actor and kind the start, after `at_s`, and the length of each, in ticks.
+
+    A run has many, and their names are longer than their numbers.
+    """
+    at_s = round(min(span.start_s for span in spans), 4)
+    table: dict[tuple[str, str], list[int]] = {}
+    for span in spans:
+        start, end = (round((edge - at_s) / TICK_S) for edge in (span.start_s, span.end_s))
+        table.setdefault((span.actor, span.kind), []).extend((start, end - start))
+    return {"at_s": at_s, "spans": [[*names, *numbers] for names, numbers in table.items()]}
+
+
+def read_spans(path: Path) -> Iterator[Span]:
+    """Yield the spans of a file. Raises RunFilesError for a damaged line."""
+    for line in read_lines(path):
+        at_s = float(line["at_s"])
+        for actor, kind, *numbers in line["spans"]:
+            for start, length in zip(numbers[::2], numbers[1::2], strict=True):
+                start_s = at_s + start * TICK_S
+                yield Span(actor=actor, kind=kind, start_s=start_s, end_s=start_s + length * TICK_S)
+
+
 def to_line(item: Mapping[str, Any]) -> str:
     """Return an object as a line of JSON, without its end. Numbers as in `plain`."""
     return json.dumps(plain(item), allow_nan=False)
-
-
-def read_lines(path: Path) -> Iterator[dict[str, Any]]:
-    """Yield the objects of a JSON lines file; nothing if there is no such file.
-
-    Raises RunFilesError for a damaged line, except the last one if it was cut off.
-    """
-    if not path.exists():
-        return
-    with open(path, "rb") as file:
-        for number, line in enumerate(whole_lines(file), start=1):
-            yield _parsed(line, f"{path} line {number}")
-
-
-def _parsed(line: bytes, where: str) -> dict[str, Any]:
-    try:
-        found = json.loads(line)
-    except (ValueError, RecursionError) as error:
-        raise RunFilesError(f"{where} is no JSON: {error}; mend or remove that line") from error
-    if not isinstance(found, dict):
-        raise RunFilesError(f"{where} is no JSON object but {line!r:.80}; mend or remove that line")
-    return found
 
 
 @contextmanager
@@ -128,8 +141,15 @@ def read_last_line(path: Path) -> dict[str, Any]:
             file.seek(start)
             *lines, _ = file.read(end - start).split(b"\n")
             if len(lines) > 1 or start == 0:
-                return _parsed(lines[-1], f"the last line of {path}") if lines else {}
+                return _last(lines[-1], path) if lines else {}
             size *= 2
+
+
+def _last(line: bytes, path: Path) -> dict[str, Any]:
+    try:
+        return parsed(line)
+    except (ValueError, RecursionError) as error:
+        raise RunFilesError(f"the last line of {path} is damaged: {error}; remove that line") from error
 
 
 _CHUNK = 1 << 16

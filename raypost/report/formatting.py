@@ -38,6 +38,11 @@ def count(value: int | None) -> str:
     return MISSING if value is None else f"{value:,}"
 
 
+def incidents(counts: Mapping[str, int]) -> str:
+    """Write what happened to a run and did not end it: 2 role died, 2 role restarted."""
+    return ", ".join(f"{number} {name.replace('_', ' ')}" for name, number in counts.items())
+
+
 def seconds(value: float | None) -> str:
     """Write a duration: 45 ms, 0.71 s, 12.3 s, 3 min 12 s, 2 h 05 min."""
     if value is None or not math.isfinite(value):

@@ -10,12 +10,13 @@ from typing import Any
 
 import yaml
 
-from raypost import metrics
+from raypost.observe import metrics
 from raypost.report.formatting import (
     GROUP_MEANINGS,
     bound,
     change,
     count,
+    incidents,
     interval,
     length_bias,
     moment,
@@ -178,9 +179,15 @@ def _details(report: Mapping[str, Any]) -> str:
         ),
         ("Seconds that a group takes (p50, p90, p99)", percentiles(report["group_s"])),
         ("Pause before a sync (median)", seconds(report["pause_s_median"])),
+        (
+            "Weights sent to each worker, and spared since they did not change",
+            f"{size(report.get('sync_bytes'))}, {size(report.get('sync_spared_bytes'))}",
+        ),
         ("Peak memory of all processes on the node", size(report["peak_memory_bytes"])),
         ("Recipe digest", report["recipe_digest"]),
     ]
+    if report["incidents"]:
+        rows.append(("What happened, and did not end the run", incidents(report["incidents"])))
     if report["changed_settings"]:
         rows.append(("Continued with other settings", "; ".join(report["changed_settings"])))
     return _table(rows)

@@ -19,7 +19,7 @@ from matplotlib.figure import Figure
 from matplotlib.layout_engine import ConstrainedLayoutEngine
 from matplotlib.ticker import FixedLocator, MaxNLocator
 
-from raypost import metrics
+from raypost.observe import metrics
 from raypost.report.busy_time import training_windows
 from raypost.report.colours import BLUE, GREEN, GREY, INK, LIGHT, ORANGE, PALE, RED, TASK_COLOURS
 from raypost.report.record import RunRecord, Series

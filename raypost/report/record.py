@@ -10,6 +10,7 @@ import math
 import statistics
 from array import array
 from bisect import bisect_left
+from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -20,12 +21,14 @@ import yaml
 from numpy.typing import NDArray
 
 from raypost.errors import RunFilesError
+from raypost.faults import Incident
+from raypost.files.jsonl import read_lines
 from raypost.ledger.ledger import LEDGER_FILE
 from raypost.ledger.summary import LedgerSummary, ledger_summary
-from raypost.metrics import GROUP_S, HELD_OUT, STALENESS, JudgeFigures, finite_floats
+from raypost.observe.metrics import GROUP_S, HELD_OUT, STALENESS, JudgeFigures, finite_floats
 from raypost.report import files
 from raypost.report.busy_time import SpanTable, span_table
-from raypost.types import RunStatus, Span
+from raypost.types import RunStatus
 
 KILLED = "the run ended without closing its record: it was killed, or its machine went away"
 
@@ -62,6 +65,10 @@ class RunRecord:
     """Settings that a later session had otherwise than the one before."""
     problems: list[str] = field(default_factory=list)
     """What went wrong beside training, in all sessions."""
+    incidents: Counter[str] = field(default_factory=Counter)
+    """What happened to the run and did not end it, in all sessions: how often, by `faults.Incident`."""
+    moves: list[tuple[float, str, bool]] = field(default_factory=list)
+    """When a rollout worker joined the pool (True), or had left it, and its name."""
     not_finite: set[str] = field(default_factory=set)
     """Metrics that were NaN or infinite in some step."""
     spans: SpanTable = field(default_factory=dict)
@@ -97,7 +104,7 @@ def load_record(run_dir: Path) -> RunRecord:
     with files.reading(run_dir / files.METRICS):
         times = _read_steps(run_dir, record)
     with files.reading(run_dir / files.SPANS):
-        record.spans = span_table(Span(**line) for line in files.read_lines(run_dir / files.SPANS))
+        record.spans = span_table(files.read_spans(run_dir / files.SPANS))
     times.extend(end for spans in record.spans.values() for end in spans[-1:, 1])
     if (run_dir / LEDGER_FILE).exists():
         record.ledger = ledger_summary(run_dir)
@@ -116,8 +123,10 @@ def load_record(run_dir: Path) -> RunRecord:
 def _read_steps(run_dir: Path, record: RunRecord) -> array[float]:
     """Fill the record's steps; returns when each was written, replaced ones included."""
     times = array("d")
-    for line in files.read_lines(run_dir / files.METRICS):
+    for line in read_lines(run_dir / files.METRICS):
         times.append(line["time_s"])
+        if line.get(files.ABANDONED):
+            continue
         row = bisect_left(record.steps, line["step"])
         del record.steps[row:], record.staleness[row:], record.group_s[row:]
         for column in record.columns.values():
@@ -137,7 +146,7 @@ def _read_steps(run_dir: Path, record: RunRecord) -> array[float]:
 def _read_events(run_dir: Path, record: RunRecord, times: array[float]) -> list[float]:
     """Fill the record's events and add to `times` when each was; returns when each session started."""
     starts: list[float] = []
-    for line in files.read_lines(run_dir / files.EVENTS):
+    for line in read_lines(run_dir / files.EVENTS):
         kind, time_s = line.pop("event"), float(line.pop("time_s"))
         times.append(time_s)
         if kind == "start":
@@ -159,6 +168,10 @@ def _read_events(run_dir: Path, record: RunRecord, times: array[float]) -> list[
             record.problems.append(line["text"])
         elif kind == "counts":
             record.counts = line
+        elif kind in Incident.__members__.values():
+            record.incidents[kind] += line.get("count", 1)
+            if kind in (Incident.WORKER_JOINED, Incident.WORKER_LEFT):
+                record.moves.append((time_s, line["actor"], kind == Incident.WORKER_JOINED))
         elif kind == "end":
             record.status = line["status"]
             record.error = line["error"]

@@ -15,15 +15,15 @@ from typing import Any
 
 import numpy as np
 
-from raypost import metrics
 from raypost.config import Config
 from raypost.config.identity import recipe_digest
 from raypost.config.judges import UNSANDBOXED
+from raypost.observe import metrics
+from raypost.observe.spans import ROLLOUT, TRAIN
 from raypost.report import busy_time, formatting
 from raypost.report.eval_statistics import CONFIDENCE
 from raypost.report.record import RunRecord, Series, finite, mean, weighted_mean
 from raypost.report.tasks import group_seconds, tasks_report
-from raypost.spans import ROLLOUT, TRAIN
 from raypost.types import GroupCounts
 from raypost.version import __version__
 
@@ -41,6 +41,10 @@ PACKAGES = (
 """Whose versions a report names, where installed."""
 BIASED_RATIO, BIASED_SHARE = 1.1, 0.01
 """Length bias is a problem from both on: how much longer expired groups are than trained ones, and their share."""
+
+
+SYNC_PARTS = ("publish", "transport", "pause", "load", "verify", "resume", "canary")
+"""Of a weight sync, in order; `verify` is part of `load`, and production stands still from `pause` to `resume`."""
 
 
 def package_versions() -> dict[str, str]:
@@ -74,6 +78,7 @@ def build_report(record: RunRecord, config: Config) -> dict[str, Any]:
         **_staleness(record, config),
         **_time(record, config),
         **_weights_and_tokens(record),
+        "incidents": dict(record.incidents),
         "group_s": group_seconds(record),
         "tasks": tasks_report(record, config),
         "judges": _judges(record),
@@ -133,6 +138,9 @@ def _time(record: RunRecord, config: Config) -> dict[str, Any]:
         "step_s_median": median(step_seconds(record)),
         "num_syncs": len(record.syncs),
         "sync_s_median": median(_known(record.syncs, "seconds")),
+        "sync_bytes": sum(_known(record.syncs, "nbytes")),
+        "sync_spared_bytes": sum(_known(record.syncs, "spared_nbytes")),
+        "sync_parts_s": {part: median(_known(record.syncs, f"{part}_s")) for part in SYNC_PARTS},
         "pause_s_median": median(record.column(metrics.PAUSE_S)),
         "tokens_produced": int(produced),
         "tokens_per_s": produced / window_s if window_s else None,

@@ -19,12 +19,14 @@ from typing import Any
 import numpy as np
 
 from raypost.errors import ConfigError, RunFilesError
-from raypost.packed import PackedGroups, slice_groups, unpack_groups
+from raypost.files.jsonl import read_lines, sealed
 from raypost.report import files
-from raypost.staleness import trajectory_staleness
-from raypost.types import Group, IntArray, RolloutState
+from raypost.types import SESSION, Group, GroupKey, IntArray, RolloutState
+from raypost.types.packed import PackedGroups, slice_groups, unpack_groups
+from raypost.types.staleness import trajectory_staleness
+from raypost.types.turns import recorded_turns
 
-FOLDER = "samples"
+FOLDER = files.SAMPLES
 LOGPROB_DIGITS = 6
 
 Decode = Callable[[IntArray], str]
@@ -52,12 +54,12 @@ class SampleWriter:
                     path.unlink()
             self._begun = True
         lines = [
-            files.to_line(self._sample(step, staleness, state))
+            sealed(files.to_line(self._sample(step, staleness, state)))
             for group in chosen(batch, step, self._num_groups)
             for staleness in [max(trajectory_staleness(state, step) for state in group.states)]
             for state in group.states
         ]
-        files.write_atomically(_file(self._folder, step), "".join(f"{line}\n" for line in lines))
+        files.write_atomically(_file(self._folder, step), "".join(lines))
 
     def _sample(self, step: int, staleness: int, state: RolloutState) -> dict[str, Any]:
         return {
@@ -78,11 +80,14 @@ class SampleWriter:
             "error": state.error,
             "finish_reason": state.finish_reason,
             "aborts": state.num_aborts,
+            "restarts": state.num_restarts,
             "worker": state.worker,
             "answer": plain_text(state.metadata.get("answer")),
             "prompt": self._decode(state.prompt_ids),
             "response": state.response_text or self._decode(state.response_ids),
             "segments": list(self._segments(state)),
+            "session": state.metadata.get(SESSION),
+            "turns": list(self._turns(state)),
             "prompt_ids": state.prompt_ids,
             "response_ids": state.response_ids,
             "logprobs": [
@@ -91,6 +96,23 @@ class SampleWriter:
             "policy_versions": state.policy_versions,
             "response_mask": state.response_mask,
         }
+
+    def _turns(self, state: RolloutState) -> Iterator[dict[str, Any]]:
+        """Yield what was said and observed in each turn, and the calls in it; nothing where there is but one."""
+        for turn in recorded_turns(state):
+            said, observed = (
+                state.response_ids[turn.start : turn.end],
+                state.response_ids[turn.end : turn.next],
+            )
+            yield {
+                "said": self._decode(said),
+                "observed": self._decode(observed),
+                "reward": turn.reward,
+                "done": turn.done,
+                "calls": turn.calls,
+                "info": turn.info,
+                "trained": bool(state.response_mask[turn.start : turn.end].any()),
+            }
 
     def _segments(self, state: RolloutState) -> Iterator[dict[str, Any]]:
         """Yield the response's stretches of one version and one mask: what a reader must know to tell them apart."""
@@ -163,7 +185,7 @@ def kept_samples(run_dir: Path, step: int | None = None, task: str | None = None
         raise ConfigError(
             f"step {wanted} has no samples; {len(known)} steps have, the nearest {sorted(near)}"
         )
-    samples = [_checked(line, known[wanted]) for line in files.read_lines(known[wanted])]
+    samples = [_checked(line, known[wanted]) for line in read_lines(known[wanted])]
     tasks = sorted({one["task"] for one in samples})
     if task is not None and task not in tasks:
         raise ConfigError(
@@ -171,6 +193,16 @@ def kept_samples(run_dir: Path, step: int | None = None, task: str | None = None
         )
     of_task = [one for one in samples if task in (None, one["task"])]
     return Kept(step=wanted, steps=tuple(sorted(known)), samples=of_task)
+
+
+def samples_of_group(run_dir: Path, key: GroupKey, step: int) -> list[dict[str, Any]]:
+    """Return what was kept of a group that `step` trained; nothing if it was not among those that are kept.
+
+    Raises RunFilesError for a damaged file.
+    """
+    path = dict(_steps(run_dir / FOLDER)).get(step)
+    found = [_checked(line, path) for line in read_lines(path)] if path is not None else []
+    return [one for one in found if (one["task"], one["group"]) == key]
 
 
 def _checked(line: dict[str, Any], path: Path) -> dict[str, Any]:

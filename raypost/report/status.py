@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import json
 import time
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
-from raypost import metrics
 from raypost.config import load_config
-from raypost.owner import owner
+from raypost.faults import Incident
+from raypost.files.jsonl import read_lines
+from raypost.files.owner import owner
+from raypost.observe import metrics
 from raypost.report import files
 from raypost.report.formatting import length_bias, seconds, steps_of
+from raypost.report.pool import pool_record
 from raypost.report.terminal import task_text
 
 STEP_FIGURES = (
@@ -49,7 +53,7 @@ def run_state(run_dir: Path) -> str:
     living, last, end = owner(run_dir), 0.0, None
     path = run_dir / files.EVENTS
     with files.reading(path):
-        for line in files.read_lines(path):
+        for line in read_lines(path):
             last = max(last, float(line["time_s"]))
             if line["event"] in ("start", "end"):
                 end = line.get("status")
@@ -63,6 +67,16 @@ def run_state(run_dir: Path) -> str:
     return (
         f"{DEAD}: its driver is gone and closed no record; {since}. The command that started it continues it"
     )
+
+
+def _incidents(run_dir: Path) -> Counter[str]:
+    """Return how often what happened to a run that did not end it, by name."""
+    found: Counter[str] = Counter()
+    with files.reading(run_dir / files.EVENTS):
+        for line in read_lines(run_dir / files.EVENTS):
+            if line["event"] in Incident.__members__.values():
+                found[line["event"]] += line.get("count", 1)
+    return found
 
 
 def run_figures(run_dir: Path) -> dict[str, Any]:
@@ -83,11 +97,14 @@ def run_figures(run_dir: Path) -> dict[str, Any]:
             figures |= {f"task {task.name}": task_text(last, task.name) for task in config.tasks}
     made = run_dir / files.REPORT_JSON
     if state.startswith(RUNNING) or not made.exists():
-        return figures
+        if (pool := pool_record(run_dir)) is not None:
+            figures |= pool.figures()
+        return figures | {f"incident {name}": count for name, count in _incidents(run_dir).items()}
     with files.reading(made):
         written = json.loads(made.read_text())
         figures |= {name: written[name] for name in REPORT_FIGURES if written.get(name) is not None}
         if written.get("length_bias"):
             figures["length bias"] = length_bias(written["length_bias"])
+        figures |= {f"incident {name}": count for name, count in written.get("incidents", {}).items()}
         figures |= {f"groups {name}": count for name, count in written.get("groups", {}).items()}
     return {"report": run_dir / files.REPORT_HTML, **figures}

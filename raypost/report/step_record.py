@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from raypost import metrics
-from raypost.protocols import BatchMetrics, ProductionMetrics, TakeStatus, TaskMetrics
-from raypost.types import ProduceBatchStatus
+from raypost.observe import metrics
+from raypost.types import BatchMetrics, ProduceBatchStatus, ProductionMetrics, TakeStatus, TaskMetrics
 
 
 def production_record(status: TakeStatus, num_tasks: int) -> dict[str, Any]:

@@ -7,8 +7,8 @@ from typing import Any
 
 import numpy as np
 
-from raypost import metrics
 from raypost.config import Config
+from raypost.observe import metrics
 from raypost.report.record import RunRecord, Series, finite, mean, weighted_mean
 
 PERCENTILE_NAMES = {name: f"p{rank}" for name, rank in metrics.GROUP_S_PERCENTILES.items()}

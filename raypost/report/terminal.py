@@ -22,8 +22,8 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from raypost import metrics
 from raypost.config import Config, EvalConfig
+from raypost.observe import metrics
 from raypost.report.eval_statistics import CONFIDENCE
 from raypost.report.formatting import (
     MISSING,
@@ -31,6 +31,7 @@ from raypost.report.formatting import (
     change,
     clock,
     group_sum,
+    incidents,
     length_bias,
     number,
     percent,
@@ -45,9 +46,11 @@ from raypost.report.formatting import (
 PACE_STEPS = 10
 """Steps over which tokens/s and the time left are averaged."""
 REFRESH_PER_S = 4
+SHOWN_S = 0.001
+"""Shortest part of a weight sync that is shown, seconds."""
 COLUMNS = {"reward": 4, "held-out": 4, "buffer": 2, "staleness": 5, "tokens/s": 5, "sync": 6, "left": 5}
 """What a line shows beside the step, and how wide."""
-STATE_STYLES = {"up": "green", "starting": "yellow", "down": "red"}
+STATE_STYLES = {"up": "green", "starting": "yellow", "catching up": "yellow", "down": "red"}
 
 
 class RunDisplay:
@@ -282,7 +285,8 @@ def report_text(report: Mapping[str, Any], run_dir: Path) -> str:
         ("idle", f"trainer {percent(report['trainer_idle_fraction'])}, rollout "
                  f"{percent(report['rollout_idle_fraction'])}; both busy {seconds(report['overlap_s'])} of "
                  f"{seconds(report['window_s'])}"),
-        ("weight sync", f"{seconds(report['sync_s_median'])} (median of {report['num_syncs']})"),
+        ("weight sync", f"{seconds(report['sync_s_median'])} (median of {report['num_syncs']}){_sync_parts(report)}"
+                        f"{_spared(report)}"),
         ("logprob mismatch", f"at most {number(report['logprob_mismatch_max'], 2)}"),
         ("peak memory", size(report["peak_memory_bytes"])),
     ]  # fmt: skip
@@ -296,8 +300,23 @@ def report_text(report: Mapping[str, Any], run_dir: Path) -> str:
             lines.append(f"  {f'task {task}':<18}{'; '.join(f'{title} {text}' for title, text in row)}")
     if report["length_bias"] and report["length_bias"]["share"]:
         lines.append(f"  {'length bias':<18}{length_bias(report['length_bias'])}")
+    if report["incidents"]:
+        lines.append(f"  {'incidents':<18}{incidents(report['incidents'])}")
     lines += [f"  {'problem':<18}{text}" for text in report["problems"]]
     return "\n".join([*lines, f"  {'report':<18}{run_dir / 'report.html'}"])
+
+
+def _sync_parts(report: Mapping[str, Any]) -> str:
+    """Return where the time of a sync goes; what is so short that it rounds to nothing is left out."""
+    parts = report.get("sync_parts_s") or {}
+    shown = [f"{part} {seconds(s)}" for part, s in parts.items() if s is not None and s >= SHOWN_S]
+    return f": {', '.join(shown)}" if shown else ""
+
+
+def _spared(report: Mapping[str, Any]) -> str:
+    """Return how much of the weights did not travel, if any of them."""
+    spared = report.get("sync_spared_bytes")
+    return f"; {size(report['sync_bytes'])} sent to each worker, {size(spared)} spared" if spared else ""
 
 
 def _s(count: int) -> str:

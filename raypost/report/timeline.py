@@ -10,13 +10,26 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
+from numpy.typing import NDArray
 
+from raypost.observe.spans import (
+    CHECKPOINT,
+    ENVIRONMENT,
+    EVALUATE,
+    JUDGE,
+    PAUSE,
+    ROLLOUT,
+    SANDBOX,
+    SYNC,
+    TOOL,
+    TRAIN,
+    WAIT,
+    SpanKind,
+)  # fmt: skip
 from raypost.report.busy_time import Intervals_N2, any_busy, intersect, length_s, union
 from raypost.report.colours import GREY, INK, KIND_COLOURS, LIGHT, PALE
 from raypost.report.formatting import percent
 from raypost.report.record import RunRecord
-from raypost.spans import CHECKPOINT, EVALUATE, PAUSE, ROLLOUT, SYNC, TRAIN, WAIT
-from raypost.types import SpanKind
 
 STEPS_IN_ZOOM = 24
 MAX_ROWS = 20
@@ -24,7 +37,9 @@ MAX_BARS = 400
 """A row with more intervals is drawn as its busy share in each of BINS slices of time."""
 BINS = 500
 
-_ORDER: tuple[SpanKind, ...] = (ROLLOUT, TRAIN, SYNC, EVALUATE, PAUSE, CHECKPOINT, WAIT)
+_ORDER: tuple[SpanKind, ...] = (
+    ROLLOUT, TRAIN, SANDBOX, JUDGE, TOOL, ENVIRONMENT, SYNC, EVALUATE, PAUSE, CHECKPOINT, WAIT,
+)  # fmt: skip
 _SHARES = {
     "both": ("training and rollout at once", INK),
     "train": ("training alone", KIND_COLOURS[TRAIN]),
@@ -56,12 +71,13 @@ def joined(record: RunRecord) -> tuple[RunRecord, list[float]]:
     starts, ends = np.array(record.sessions).T
     cut_s = np.concatenate([[0.0], np.cumsum(starts[1:] - ends[:-1])])
 
-    def moved(spans: Intervals_N2) -> Intervals_N2:
-        session = np.maximum(0, np.searchsorted(starts, spans[:, 0], side="right") - 1)
-        return union(spans - cut_s[session, None])
+    def cut(times: NDArray[np.float64]) -> NDArray[np.float64]:
+        found: NDArray[np.float64] = cut_s[np.maximum(0, np.searchsorted(starts, times, side="right") - 1)]
+        return found
 
-    spans = {key: moved(one) for key, one in record.spans.items()}
-    whole = replace(record, spans=spans, sessions=[(starts[0], ends[-1] - cut_s[-1])])
+    spans = {key: union(one - cut(one[:, 0])[:, None]) for key, one in record.spans.items()}
+    moves = [(at - float(cut(np.array([at]))[0]), actor, came) for at, actor, came in record.moves]
+    whole = replace(record, spans=spans, moves=moves, sessions=[(starts[0], ends[-1] - cut_s[-1])])
     return whole, [float(start) for start in starts[1:] - cut_s[1:]]
 
 
@@ -94,6 +110,10 @@ def draw_timeline(
         for kind in reversed(_ORDER):
             spans = intersect(record.spans.get((actor, kind), np.empty((0, 2))), frame)
             dense |= _draw_row(ax, y, spans, KIND_COLOURS[kind], window, origin)
+    moves = [one for one in record.moves if window[0] <= one[0] <= window[1] and one[1] in rows]
+    for at, actor, came in moves:
+        y, mark = rows.index(actor) + 1, ">" if came else "<"
+        ax.plot(at - origin, y, mark, ms=8, color="white", mec=INK, mew=1.4, clip_on=False, zorder=4)
     _dress(ax, ["both at once", *rows], window, origin)
     begins = min((spans[0, 0] for spans in record.spans.values() if len(spans)), default=window[0])
     if begins - window[0] > 0.08 * (window[1] - window[0]):
@@ -106,6 +126,7 @@ def draw_timeline(
         ax.set_title("Who was busy when")
     notes = [f"{hidden} more actors not shown"] * (hidden > 0)
     notes += ["a dashed line: the run was started again; the time until then is left out"] * bool(restarts)
+    notes += ["> a worker joined the pool, < it had left it"] * bool(moves)
     notes += ["height: share of the time an actor was busy"] * dense
     note(ax, "; ".join(notes), (1, 0), (0, -24), "axes fraction", ha="right", va="top")
     return figure

@@ -25,12 +25,15 @@ from raypost.checkpoint import CHECKPOINTS, DAMAGED
 from raypost.config import Config, load_config, parse_config
 from raypost.config.identity import changed_settings
 from raypost.errors import ConfigError
-from raypost.metrics import finite_floats
+from raypost.faults import Incident
+from raypost.files.jsonl import read_lines
+from raypost.observe.metrics import finite_floats
+from raypost.observe.spans import Span
 from raypost.report import files
 from raypost.report.record import RunRecord, load_record
 from raypost.report.report_json import build_report, package_versions
 from raypost.report.trackers import Trackers
-from raypost.types import GroupCounts, RunStatus, Span, SyncReport
+from raypost.types import GroupCounts, RunStatus, SyncReport
 
 MAX_PROBLEMS = 20
 """Of a session: more would say nothing new."""
@@ -51,16 +54,19 @@ class RunWriter:
         before = _config_in(run_dir)
         dumped = yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False, allow_unicode=True)
         files.write_atomically(run_dir / files.CONFIG, dumped)
-        self._metrics = files.LineWriter(run_dir / files.METRICS)
-        self._events = files.LineWriter(run_dir / files.EVENTS)
-        self._spans = files.LineWriter(run_dir / files.SPANS)
+        self._metrics = files.LineWriter(run_dir / files.METRICS, config.checkpoint.retry_s)
+        self._events = files.LineWriter(run_dir / files.EVENTS, config.checkpoint.retry_s)
+        self._spans = files.LineWriter(run_dir / files.SPANS, config.checkpoint.retry_s)
         self._trackers = Trackers(config, run_dir)
+        self._last_step = int(files.read_last_line(run_dir / files.METRICS).get("step", 0))
         self._problems: set[str] = set()
         changed = changed_settings(before, config) if before is not None else []
         died = started_s is not None and _began(run_dir, started_s)
         self._event(
             "start", {"versions": package_versions(), "changed": changed}, None if died else started_s
         )
+        if changed:
+            self.write_incident(Incident.SETTINGS_CHANGED, {"count": len(changed), "changes": changed})
         for damaged in sorted(run_dir.glob(f"{CHECKPOINTS}/*{DAMAGED}")):
             self.write_problem(f"checkpoint {damaged.stem} is damaged: it was put aside as {damaged.name}")
         if died:
@@ -69,7 +75,13 @@ class RunWriter:
             )
 
     def write_step(self, step: int, metrics: Mapping[str, Any]) -> None:
-        """Record train step `step` (1-based). Numbers also go to the trackers, lists only to the file."""
+        """Record train step `step` (1-based). Numbers also go to the trackers, lists only to the file.
+
+        Steps from this one on that were recorded before are marked: they are of a history that was left.
+        """
+        if step <= self._last_step:
+            files.abandon_steps(self._run_dir / files.METRICS, step)
+        self._last_step = step
         line = {name: value for name, value in metrics.items() if name not in ("step", "time_s")}
         self._metrics.write({"step": step, "time_s": time.time(), **line})
         self._scalars("train", step, finite_floats(line))
@@ -85,11 +97,16 @@ class RunWriter:
 
     def write_spans(self, spans: list[Span]) -> None:
         """Append spans, in any order."""
-        self._spans.write(*(asdict(span) for span in spans))
+        if spans:
+            self._spans.write(files.spans_line(spans))
 
     def write_counts(self, groups: GroupCounts) -> None:
         """Record where every group is now; the last one written counts."""
         self._event("counts", groups.as_dict())
+
+    def write_incident(self, incident: Incident, fields: Mapping[str, Any]) -> None:
+        """Record what happened to the run and did not end it; a field `count` says how often at once, else once."""
+        self._event(incident, fields)
 
     def write_problem(self, text: str) -> None:
         """Record what a reader of the report must know; once for each text."""
@@ -186,5 +203,5 @@ def _config_in(run_dir: Path) -> Config | None:
 def _began(run_dir: Path, started_s: float) -> bool:
     """Whether a session began at this very time."""
     with files.reading(run_dir / files.EVENTS):
-        lines = files.read_lines(run_dir / files.EVENTS)
+        lines = read_lines(run_dir / files.EVENTS)
         return any(line.get("event") == "start" and line.get("time_s") == started_s for line in lines)

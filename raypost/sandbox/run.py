@@ -21,6 +21,7 @@ from types import TracebackType
 from typing import Literal
 
 from raypost.errors import SandboxError
+from raypost.observe.spans import SANDBOX, inner_span
 from raypost.sandbox.command import INSTALL, find_bwrap, limited, sandboxed
 from raypost.sandbox.limits import Limits, Outcome
 from raypost.sandbox.seccomp import refused_calls
@@ -57,6 +58,7 @@ async def run(
         if not name or "/" in name or name in (".", "..") or "\0" in name:
             raise SandboxError(f"file {name!r:.80} is no name: files lie in /tmp, in no folder of it")
     with contextlib.ExitStack() as stack:
+        stack.enter_context(inner_span(SANDBOX))
         own = stack.enter_context(_Files())
         given = [own.keep(fd) for fd in fds]
         if unsafe:

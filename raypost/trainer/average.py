@@ -2,12 +2,11 @@
 
     average <- decay * average + (1 - decay) * weights, after every train step that moved the weights
 
-Owns the average, its file in a checkpoint and its use in place of the weights; where DeepSpeed keeps those is
-engine.py's. It starts as the weights it is made from.
+Owns the average and its use in place of the weights; where DeepSpeed keeps those is engine.py's, which saves it as
+it saves them. It starts as the weights it is made from.
 
 Memory: 4 bytes a trained weight on the device of the optimizer's float32 weights, of which each rank has its own
-part from ZeRO 1 on, and all at ZeRO 0. Saving, restoring and exporting need one whole weight at a time more, and
-saving all of the average, in float32, in rank 0's main memory.
+part from ZeRO 1 on, and all at ZeRO 0. Exporting needs one whole weight at a time more.
 
 Invariants: all ranks make the same calls in the same order; outside `in_place` the model's weights are untouched.
 """
@@ -17,30 +16,22 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 from torch import Tensor
 
-from raypost.errors import CheckpointError
 from raypost.trainer.engine import TrainEngine
 from raypost.trainer.model.lora import Weight
-
-FILE = "average.safetensors"
-"""In a checkpoint: every trained weight's average, whole and in float32, whatever the ranks and the ZeRO stage."""
 
 
 class WeightAverage:
     """One rank's part of the average of an engine's trained weights."""
 
-    def __init__(self, engine: TrainEngine[Any], decay: float, rank: int) -> None:
+    def __init__(self, engine: TrainEngine[Any], decay: float) -> None:
         """Begin with the engine's weights as they are."""
         self._engine = engine
         self._decay = decay
-        self._rank = rank
         self.parts = [part.detach().clone() for part in engine.optimized_weights()]
         """What it keeps on this rank."""
 
@@ -52,7 +43,7 @@ class WeightAverage:
 
     @contextmanager
     def in_place(self) -> Iterator[None]:
-        """Within, the optimizer's float32 weights are the average: what `whole_weight` reads and sets."""
+        """Within, the optimizer's float32 weights are the average: what `whole_weight` reads."""
         self._swap()
         try:
             yield
@@ -76,31 +67,3 @@ class WeightAverage:
 
     def _of(self, weight: Tensor) -> Tensor:
         return self._engine.whole_weight(weight) if weight.requires_grad else weight
-
-    def save(self, path: Path) -> None:
-        """Write it below `path`. A collective."""
-        state = {}
-        with self.in_place():
-            for name, weight in self._engine.trained_weights():
-                whole = self._engine.whole_weight(weight)
-                if self._rank == 0:
-                    state[name] = whole.detach().to("cpu", torch.float32, copy=True).contiguous()
-        if self._rank == 0:
-            save_file(state, str(path / FILE))
-
-    def load(self, path: Path) -> None:
-        """Restore what `save` wrote on any number of ranks, at any ZeRO stage. A collective.
-
-        Raises CheckpointError without a file, or if it is damaged or of another model.
-        """
-        file = path / FILE
-        if not file.exists():
-            raise CheckpointError(
-                f"{path} holds no average of the weights: it was saved without train.ema_decay; leave it out"
-            )
-        try:
-            with safe_open(str(file), "pt") as stored, self.in_place():
-                for name, weight in self._engine.trained_weights():
-                    self._engine.set_whole_weight(weight, stored.get_tensor(name))
-        except (SafetensorError, OSError, ValueError) as error:
-            raise CheckpointError(f"{file} is damaged or of another model: {error}") from error

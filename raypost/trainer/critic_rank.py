@@ -13,7 +13,6 @@ from torch import Tensor
 
 from raypost.config import Config
 from raypost.errors import CheckpointError
-from raypost.packed import PackedGroups
 from raypost.trainer.algorithm.losses import value_loss
 from raypost.trainer.algorithm.statistics import ValueStatistics
 from raypost.trainer.algorithm.token_advantages import CriticInputs, TokenValues
@@ -21,6 +20,7 @@ from raypost.trainer.batch.packing import MicroBatch
 from raypost.trainer.batch.train_batch import Sample
 from raypost.trainer.model.policy import Critic
 from raypost.trainer.rank import Objective, Rank
+from raypost.types.packed import PackedGroups
 
 
 class CriticRank(Rank[CriticInputs, Tensor]):

@@ -12,44 +12,53 @@ them before this module is imported.
 
 from __future__ import annotations
 
-import argparse
-import json
 import logging
 import math
 import os
-import pickle
-import shutil
-from collections.abc import Iterator
-from contextlib import redirect_stderr, redirect_stdout
+from collections.abc import Iterator, Mapping, Sequence
 from datetime import timedelta
-from pathlib import Path
-from typing import Any, Generic, Literal, TypeVar
+from typing import Any, Generic, Literal, NamedTuple, TypeVar
 
 import deepspeed
 import torch
 import torch.distributed as dist
 from deepspeed.utils import logger as deepspeed_logger
-from deepspeed.utils import safe_get_full_fp32_param, safe_set_full_fp32_param
+from deepspeed.utils import safe_get_full_fp32_param
 from torch import Tensor, nn
 
 from raypost.config import Config
-from raypost.errors import CheckpointError
 from raypost.trainer.model.lora import Weight
 from raypost.trainer.offload import tensors_of
+from raypost.trainer.state_files import MASTER, MOMENTS, Part, StoredState
+from raypost.weights.meeting import meeting_store
 
-_DAMAGE = (OSError, EOFError, ValueError, RuntimeError, KeyError, AssertionError, pickle.UnpicklingError)
-"""What reading a damaged checkpoint, or one of another model, raises somewhere below."""
 _MASTERS = ("fp32_partitioned_groups_flat", "single_partition_of_fp32_groups", "fp32_groups_flat_partition")
-"""Where DeepSpeed's optimizers keep float32 weights: at ZeRO 3, at 1 and 2, and without ZeRO in bfloat16."""
-_TAG = "deepspeed"
-_UNIVERSAL = "universal"
-_META = "trainer.json"
-
+"""Where DeepSpeed's optimizers keep their part of the float32 weights: at ZeRO 3, at 1 and 2, and in bfloat16 at 1."""
 
 Kind = Literal["policy", "critic"]
 """What is trained."""
 Output = TypeVar("Output")
 """What a model's forward pass returns."""
+
+
+class _Place(NamedTuple):
+    """Where a part of a weight is."""
+
+    name: str
+    weight: Any
+    master: int
+    """Which of the optimizer's weights has it."""
+    offset: int
+    """Its first element there."""
+    start: int
+    """The same in the flat weight itself."""
+    numel: int
+    shared: bool = False
+    """Whether every rank has all of it."""
+
+    def of(self, tensor: Tensor) -> Tensor:
+        """Return the part of a tensor that has the optimizer's form."""
+        return tensor.detach().view(-1).narrow(0, self.offset, self.numel)
 
 
 class TrainEngine(Generic[Output]):
@@ -67,7 +76,6 @@ class TrainEngine(Generic[Output]):
         deepspeed_logger.setLevel(logging.WARNING)
         start_process_group(config, rank)
         groups = parameter_groups(module, train.weight_decay)
-        self._weight_decays = [group["weight_decay"] for group in groups]
         optimizer = torch.optim.AdamW(groups, lr=train.learning_rate, fused=True)
         self._engine, *_ = deepspeed.initialize(
             model=module,
@@ -75,6 +83,13 @@ class TrainEngine(Generic[Output]):
             config=_deepspeed_config(config),
             dist_init_required=False,
         )
+        wrapped = self._engine.optimizer
+        groups_of = zip(
+            getattr(wrapped, "fp16_groups", ()), getattr(wrapped, "fp32_groups", ()), strict=False
+        )
+        pairs = (pair for group in groups_of for pair in zip(*group, strict=True))
+        self._copies: dict[int, Tensor] = {id(weight): copy for weight, copy in pairs}
+        """Float32 copies of whole weights that are bfloat16, without ZeRO."""
 
     def states(self) -> Iterator[Tensor]:
         """Yield weights, frozen ones too, gradients, the optimizer's state, and what ZeRO keeps of each."""
@@ -157,103 +172,108 @@ class TrainEngine(Generic[Output]):
     def optimized_weights(self) -> list[Tensor]:
         """Return what the optimizer's step changes, float32.
 
-        That is this rank's flat partitions, or the parameters themselves where they are float32 and whole.
+        That is this rank's flat partitions, or without ZeRO the parameters themselves or copies of them.
         """
         for name in _MASTERS:
             if parts := getattr(self._engine.optimizer, name, None):
                 return list(parts)
-        return [weight for _, weight in self.trained_weights()]
+        return [self._copies.get(id(weight), weight) for _, weight in self.trained_weights()]
 
     def whole_weight(self, weight: Tensor) -> Tensor:
         """Return the optimizer's float32 value of one of `trained_weights`, in its whole shape. A collective."""
         whole: Tensor | None = safe_get_full_fp32_param(weight)
-        return weight.detach() if whole is None else whole
-
-    def set_whole_weight(self, weight: Tensor, value: Tensor) -> None:
-        """Give one of `trained_weights` another value in the optimizer; the model does not see it.
-
-        Raises ValueError for another shape.
-        """
-        shape = getattr(weight, "ds_shape", weight.shape)
-        if value.shape != shape:
-            raise ValueError(f"a weight of shape {tuple(shape)} got a value of shape {tuple(value.shape)}")
-        value = value.to(self.device)
-        if safe_get_full_fp32_param(weight) is None:
-            weight.data.copy_(value)
-        else:
-            safe_set_full_fp32_param(weight, value)
+        return self._copies.get(id(weight), weight).detach() if whole is None else whole
 
     # ---------------------------------------------------------------- state
 
-    def save(self, path: Path, state: dict[str, Any]) -> None:
-        """Write optimizer, weights and `state` below `path`; every rank writes its shard."""
-        # Under a name of our own: DeepSpeed keeps its counters beside, and would win.
-        self._engine.save_checkpoint(str(path), tag=_TAG, client_state={"raypost": state}, save_latest=False)
-        if self._rank == 0:
-            (path / _META).write_text(json.dumps(self._identity() | {"step": state["step"]}))
+    def _places(self) -> Iterator[_Place]:
+        """Yield where this rank keeps which part of the trained weights."""
+        weight: Any
+        for number, (name, weight) in enumerate(self.trained_weights()):
+            if hasattr(weight, "ds_id"):  # ZeRO 3
+                optimizer = self._engine.optimizer
+                master, offset, numel = optimizer.grad_position[optimizer.get_param_id(weight)]
+                start = self._rank * numel
+                place = _Place(name, weight, master, offset, start, min(numel, weight.ds_numel - start))
+            elif hasattr(weight, "_hp_mapping"):  # ZeRO 1 and 2
+                if (mapping := weight._hp_mapping) is None:
+                    continue
+                kept, of_weight = mapping.hp_fragment_address, mapping.lp_fragment_address
+                master = mapping.param_group_index
+                place = _Place(name, weight, master, kept.start, of_weight.start, of_weight.numel)
+            else:
+                place = _Place(name, weight, number, 0, 0, weight.numel(), shared=True)
+            if place.numel > 0:
+                yield place
+
+    def parts(self, beside: Mapping[str, Sequence[Tensor]]) -> Iterator[Part]:
+        """Yield what this rank keeps of weights and optimizer, as it is: views. Not a collective.
+
+        `beside`: by kind, more tensors in the form of `optimized_weights`. What every rank has is split among them.
+        """
+        masters, states = self.optimized_weights(), self._optimizer.state
+        for number, place in enumerate(self._places()):
+            master = masters[place.master]
+            if place.shared and number % self._train.num_workers != self._rank:
+                continue
+            state = states.get(master) or {"step": 0}
+            kinds = {MASTER: master, **{kind: state[kind] for kind in MOMENTS if kind in state}}
+            kinds |= {kind: tensors[place.master] for kind, tensors in beside.items()}
+            values = {kind: place.of(tensor) for kind, tensor in kinds.items()}
+            yield Part(place.name, place.start, int(state["step"]), values)
+
+    def facts(self) -> dict[str, Any]:
+        """Return what a saved state must say about the engine."""
+        shapes = {
+            name: list(getattr(weight, "ds_shape", weight.shape)) for name, weight in self.trained_weights()
+        }
+        return self._identity() | {"weights": shapes}
+
+    @torch.no_grad()
+    def restore(
+        self, stored: StoredState, beside: Mapping[str, Sequence[Tensor]], *, optimizer: bool = True
+    ) -> None:
+        """Take weights and optimizer from a stored state of any ranks and ZeRO stage. A collective.
+
+        `beside`: what `parts` was given. `optimizer` False: its moments begin anew. Raises CheckpointError if the
+        state is of another model.
+        """
+        stored.check_shapes(self.facts()["weights"])
+        masters, wrapped = self.optimized_weights(), self._engine.optimizer
+        if self._train.zero_stage == 3:
+            wrapped.checkpoint_event_prologue()
+        for place in self._places():
+            master = masters[place.master]
+            stored.fill(MASTER, place.name, place.start, place.of(master))
+            for kind, tensors in beside.items():
+                stored.fill(kind, place.name, place.start, place.of(tensors[place.master]))
+            state = self._optimizer.state[master]
+            if not state:
+                state["step"] = torch.zeros((), device=master.device)
+                state |= {kind: torch.zeros_like(master) for kind in MOMENTS}
+            updates = stored.updates(place.name) if optimizer else 0
+            state["step"].fill_(updates)
+            for kind in MOMENTS:
+                if updates:
+                    stored.fill(kind, place.name, place.start, place.of(state[kind]))
+                else:
+                    place.of(state[kind]).zero_()
+            if place.shared:
+                place.weight.data.copy_(master)
+            elif self._train.zero_stage == 3:
+                place.weight.ds_tensor.data[: place.numel].copy_(place.of(master))
+        if self._train.zero_stage == 3:
+            wrapped.checkpoint_event_epilogue()
+        elif hasattr(wrapped, "update_lp_params"):
+            wrapped.update_lp_params()
         dist.barrier()
 
-    def load(self, path: Path) -> dict[str, Any]:
-        """Restore what `save` wrote; return its `state`. Raises CheckpointError if it does not fit."""
-        try:
-            meta = json.loads((path / _META).read_text())
-        except (OSError, ValueError) as error:
-            raise CheckpointError(f"{path / _META} cannot be read: {error}") from error
-        if not isinstance(meta, dict):
-            raise CheckpointError(f"{path / _META} must hold a mapping, got {type(meta).__name__}")
-        other = [name for name, value in self._identity().items() if meta.get(name) != value]
-        layout = set(other) <= {"zero_stage", "num_workers"} and 0 not in (
-            meta.get("zero_stage"),
-            self._train.zero_stage,
-        )
-        if other and not layout:
-            name = other[0]
-            raise CheckpointError(
-                f"{path} was saved with {name} {meta.get(name)}, this run has {self._identity()[name]}: use the same"
-            )
-        try:
-            found, state = (
-                self._load_elsewhere(path) if other else self._engine.load_checkpoint(str(path), tag=_TAG)
-            )
-        except _DAMAGE as error:
-            raise CheckpointError(f"{path / _TAG} is damaged or not of this model: {error!r:.300}") from error
-        if found is None:
-            raise CheckpointError(f"{path / _TAG} holds no DeepSpeed state")
-        restored: dict[str, Any] = state["raypost"]
-        return restored
-
-    def _load_elsewhere(self, path: Path) -> tuple[str | None, dict[str, Any]]:
-        """Restore a state of another number of ranks or ZeRO stage, by way of a form that depends on neither."""
-        problem = ""
-        if self._rank == 0:
-            shutil.rmtree(path / _UNIVERSAL, ignore_errors=True)
-            try:
-                _make_universal(path / _TAG, path / _UNIVERSAL)
-            except _DAMAGE as error:
-                problem = repr(error)
-        # Every rank must learn of a failure, or the others would wait for this one.
-        told = [problem]
-        dist.broadcast_object_list(told, src=0)
-        if told[0]:
-            raise RuntimeError(told[0])
-        settings = self._engine._config
-        settings.load_universal_checkpoint = True
-        try:
-            found, state = self._engine.load_checkpoint(str(path), tag=_UNIVERSAL)
-        finally:
-            settings.load_universal_checkpoint = False
-            # Restored at ZeRO 3, all groups have the settings of the first, and one counter of steps among them,
-            # which each would advance.
-            for of_weights in self._engine.optimizer.optimizer.state.values():
-                if isinstance(of_weights.get("step"), Tensor):
-                    of_weights["step"] = of_weights["step"].clone()
-            for group, decay in zip(self._engine.optimizer.param_groups, self._weight_decays, strict=True):
-                group["weight_decay"] = decay
-        dist.barrier()
-        if self._rank == 0:
-            shutil.rmtree(path / _UNIVERSAL, ignore_errors=True)
-            (path / "latest_universal").unlink(missing_ok=True)
-        return found, state
+    @property
+    def _optimizer(self) -> torch.optim.Optimizer:
+        """PyTorch's own, below what ZeRO puts around it."""
+        wrapped = self._engine.optimizer
+        inner: torch.optim.Optimizer = getattr(wrapped, "optimizer", wrapped)
+        return inner
 
     def _identity(self) -> dict[str, Any]:
         return {
@@ -287,48 +307,6 @@ class FrozenModel(Generic[Output]):
         return tensors_of(list(self._module.parameters()), list(self._module.buffers()))
 
 
-def _make_universal(source: Path, target: Path) -> None:
-    """Run DeepSpeed's converter in this process, without its output."""
-    from deepspeed.checkpoint import ds_to_universal
-
-    settings = argparse.Namespace(
-        input_folder=str(source), output_folder=str(target), num_extract_workers=1, num_merge_workers=1,
-        keep_temp_folder=False, strict=True, inject_missing_state=True,
-    )  # fmt: skip
-    with open(os.devnull, "w") as nowhere, redirect_stdout(nowhere), redirect_stderr(nowhere):
-        ds_to_universal.main(settings)
-    _complete_optimizer_state(target / "zero")
-    # ZeRO 3 looks for a model's state under another name than the other stages do.
-    names = [target / f"{prefix}mp_rank_00_model_states.pt" for prefix in ("", "zero_pp_rank_0_")]
-    for name, other in (names, names[::-1]):
-        if name.exists() and not other.exists():
-            shutil.copy(name, other)
-
-
-def _complete_optimizer_state(folder: Path) -> None:
-    """Give a universal checkpoint the form that every stage reads.
-
-    ZeRO 3 writes bare tensors and the number of steps in the common state, the others a mapping and a file a weight;
-    ZeRO 3 reads both kinds of tensor.
-    """
-    common = torch.load(folder / "optimizer_state.pt", map_location="cpu", weights_only=False)
-    inner = common.get("optimizer_state_dict")
-    if inner is not None:
-        step = inner["state"][0]["step"]
-        for weight in folder.rglob("fp32.pt"):
-            torch.save(step, weight.with_name("step.pt"))
-            for name in ("fp32.pt", "exp_avg.pt", "exp_avg_sq.pt"):
-                value = torch.load(weight.with_name(name), map_location="cpu", weights_only=False)
-                if isinstance(value, Tensor):
-                    torch.save({"param": value}, weight.with_name(name))
-    else:
-        step = torch.load(next(folder.rglob("step.pt")), map_location="cpu", weights_only=False)
-    groups = common["param_groups"]
-    common["optimizer_state_dict"] = {"state": {0: {"step": step}}, "param_groups": groups}
-    common.setdefault("ds_version", deepspeed.__version__)
-    torch.save(common, folder / "optimizer_state.pt")
-
-
 def parameter_groups(module: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
     """Return the trainable parameters by weight decay: matrices decay, biases and the weights of norms do not."""
     trainable = [one for one in module.parameters() if one.requires_grad]
@@ -345,14 +323,19 @@ def start_process_group(config: Config, rank: int) -> None:
         return
     # DeepSpeed would compile an operator for inference here, which training never calls.
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
-    deepspeed.init_distributed(
-        dist_backend="gloo" if config.device == "cpu" else "nccl",
-        auto_mpi_discovery=False,
-        verbose=False,
-        timeout=timedelta(seconds=config.train.step_timeout_s),
+    backend, ranks = "gloo" if config.device == "cpu" else "nccl", config.train.num_workers
+    timeout = timedelta(seconds=config.train.step_timeout_s)
+    address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    dist.init_process_group(
+        backend,
+        store=meeting_store(address, port, rank, ranks, timeout),
         rank=rank,
-        world_size=config.train.num_workers,
+        world_size=ranks,
+        timeout=timeout,
+        # As DeepSpeed does: each actor sees its own device only.
+        device_id=None if config.device == "cpu" else torch.device("cuda", 0),
     )
+    deepspeed.init_distributed(dist_backend=backend, auto_mpi_discovery=False, verbose=False, timeout=timeout)
 
 
 def _deepspeed_config(config: Config) -> dict[str, Any]:

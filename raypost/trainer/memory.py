@@ -1,6 +1,7 @@
 """What a rank says when a micro-batch does not fit its memory, and how log lines name groups.
 
-Owns the words only. Nothing is tried again: the other ranks are inside a collective that this one has left.
+Owns the words only. A rank tries nothing again, since the others are inside a collective that it has left: the driver
+brings all ranks back with smaller micro-batches (jobs/recovery.py).
 """
 
 from __future__ import annotations

@@ -9,7 +9,8 @@ corrections.py and advantage.py.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import functools
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 
@@ -19,8 +20,6 @@ from transformers import PreTrainedModel
 
 from raypost.config import Config
 from raypost.data.tokenizer import Tokenizer
-from raypost.packed import PackedGroups
-from raypost.staleness import staleness_of
 from raypost.trainer.algorithm.corrections import correct, proximal_logprobs
 from raypost.trainer.algorithm.losses import (
     POLICY_LOSSES,
@@ -55,7 +54,11 @@ from raypost.trainer.model.lora import (
 from raypost.trainer.model.policy import Policy, canary_logprobs, load_model, save_model
 from raypost.trainer.model.self_check import check_head
 from raypost.trainer.rank import Objective, Rank, Supervised
+from raypost.trainer.snapshot import Snapshot
+from raypost.trainer.state_files import AVERAGE
 from raypost.types import FloatArray, IntArray
+from raypost.types.packed import PackedGroups
+from raypost.types.staleness import staleness_of
 from raypost.weights.names import CheckpointNames
 
 Outputs = tuple[Tensor, Tensor]
@@ -78,7 +81,7 @@ class PolicyRank(Rank[PolicyInputs, Outputs]):
             self._examples = SftExamples(train.sft, tokenizer, config.seed, config.max_model_len)
         self._average: WeightAverage | None = None
         if train.ema_decay is not None:
-            self._average = WeightAverage(self._engine, train.ema_decay, rank)
+            self._average = WeightAverage(self._engine, train.ema_decay)
         self._reference: FrozenModel[Outputs] | None = None
         if train.needs_ref_logprobs and train.lora is None and train.loss.kl.pool is None:
             self._reference = self._frozen_reference()
@@ -239,18 +242,20 @@ class PolicyRank(Rank[PolicyInputs, Outputs]):
 
     # ---------------------------------------------------------------- state
 
-    def save(self, path: Path) -> None:
-        """Save as any rank does, and the weights' average."""
-        super().save(path)
-        if self._average is not None:
-            self._average.save(path)
+    def _beside(self) -> dict[str, list[Tensor]]:
+        return {} if self._average is None else {AVERAGE: self._average.parts}
 
-    def load(self, path: Path) -> int:
-        """Load as any rank does, and the weights' average. Raises CheckpointError if it is not there but wanted."""
-        step = super().load(path)
-        if self._average is not None:
-            self._average.load(path)
-        return step
+    def export_snapshot(self, exports: Mapping[str, bool]) -> Snapshot:
+        """Return a snapshot that also writes Hugging Face folders, by name: False the model, True its average.
+
+        A collective. Raises ValueError if there is no average.
+        """
+        snapshot = self.snapshot()
+        for name, ema in exports.items():
+            weights = self._whole_weights(ema)
+            if self._rank == 0:
+                snapshot.exports[name] = functools.partial(self._write_hf, weights)
+        return snapshot
 
     # ---------------------------------------------------------------- logprobs and weights
 
@@ -297,8 +302,14 @@ class PolicyRank(Rank[PolicyInputs, Outputs]):
 
         `ema`: with its weights' moving average. Raises ValueError if there is none.
         """
-        weights = self.gather_average() if ema else self.gather_weights()
-        state = {name: tensor.clone() for name, tensor in weights}
+        weights = self._whole_weights(ema)
         if self._rank == 0:
-            save_model(self._policy.model, state, Path(self._model_path), path)
+            self._write_hf(weights, path)
         dist.barrier()
+
+    def _whole_weights(self, ema: bool) -> dict[str, Tensor]:
+        weights = self.gather_average() if ema else self.gather_weights()
+        return {name: tensor.clone() for name, tensor in weights}
+
+    def _write_hf(self, weights: Mapping[str, Tensor], path: Path) -> None:
+        save_model(self._policy.model, weights, Path(self._model_path), path)

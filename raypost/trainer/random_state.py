@@ -9,24 +9,36 @@ from __future__ import annotations
 
 import random
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
 
-from raypost.checkpoint import CheckpointDir
+from raypost.checkpoint import load_state, save_state
 from raypost.errors import CheckpointError
 
 
-def save_random_state(path: Path, rank: int) -> None:
-    """Write this process's state below `path`."""
+def seed_everything(seed: int) -> None:
+    """Have all generators begin anew, so that a rank that is started again draws what it drew."""
+    random.seed(seed)
+    np.random.seed(seed % 2**32)
+    torch.manual_seed(seed)
+
+
+def random_state() -> dict[str, Any]:
+    """Return this process's state, as plain data."""
     devices = torch.cuda.get_rng_state_all() if torch.cuda.is_available() else []
-    state = {
+    return {
         "python": random.getstate(),
         "numpy": np.random.get_state(legacy=True),
         "torch": torch.get_rng_state().numpy(),
         "devices": [one.numpy() for one in devices],
     }
-    CheckpointDir.save_state(path, f"random-{rank}", state)
+
+
+def save_random_state(path: Path, rank: int, state: dict[str, Any]) -> None:
+    """Write what `random_state` returned below `path`."""
+    save_state(path, f"random-{rank}", state)
 
 
 def load_random_state(path: Path, rank: int) -> bool:
@@ -37,7 +49,7 @@ def load_random_state(path: Path, rank: int) -> bool:
     name = f"random-{rank}"
     if not (path / f"{name}.json").exists():
         return False
-    state = CheckpointDir.load_state(path, name)
+    state = load_state(path, name)
     try:
         random.setstate(state["python"])
         np.random.set_state(state["numpy"])

@@ -27,11 +27,10 @@ from numpy.typing import NDArray
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from raypost import metrics
 from raypost.config import Config, TrainConfig
 from raypost.config.algorithm import Aggregation
-from raypost.errors import LedgerError
-from raypost.packed import PackedGroups
+from raypost.errors import CheckpointError, LedgerError
+from raypost.observe import metrics
 from raypost.trainer.algorithm.losses import sequence_scales
 from raypost.trainer.algorithm.statistics import all_reduce
 from raypost.trainer.batch.packing import MicroBatch, PackingRule, micro_batches
@@ -41,7 +40,11 @@ from raypost.trainer.memory import first_of, group_names, memory_named
 from raypost.trainer.model.policy import Critic, Policy, load_model, pair_cost
 from raypost.trainer.model.self_check import check_packing
 from raypost.trainer.offload import HostStates
-from raypost.trainer.random_state import load_random_state, save_random_state
+from raypost.trainer.random_state import load_random_state, seed_everything
+from raypost.trainer.snapshot import Snapshot
+from raypost.trainer.state_files import MASTER, StoredState
+from raypost.types import SESSION, GroupKey
+from raypost.types.packed import PackedGroups
 
 log = logging.getLogger(__name__)
 
@@ -120,7 +123,7 @@ class Rank(ABC, Generic[Inputs, Output]):
         if config.device == "cpu":
             torch.set_num_threads(train.threads)
         start_process_group(config, rank)
-        torch.manual_seed(config.seed)
+        seed_everything(config.seed)
         model = load_model(model_path, config.model.dtype, train.gradient_checkpointing)
         share_prompts = train.share_prompts == "auto"
         self._rule = PackingRule(train.micro_batch_tokens, train.packing, share_prompts, pair_cost(model))
@@ -133,6 +136,8 @@ class Rank(ABC, Generic[Inputs, Output]):
         self.step = 0
         """The last step that was trained."""
         self._skipped_steps = 0
+        self.left_out: dict[GroupKey, str] = {}
+        """Groups of the last step that moved no weight, and why."""
         self._metrics: dict[str, float] = {}
         self._planned: tuple[PackedGroups, TrainBatch] | None = None
 
@@ -204,6 +209,7 @@ class Rank(ABC, Generic[Inputs, Output]):
         if step <= self.step:
             raise LedgerError(f"step {step} cannot be trained: step {self.step} was the last one")
         start, batch, norms = time.monotonic(), self._plan(packed), []
+        left_out, trained = dict(batch.groups_left_out), set[GroupKey]()
         objective = self._objective(packed, step, inputs)
         torch.manual_seed(self._config.seed * 1_000_003 + step)
         if batch.left_out and self._rank == 0:
@@ -222,10 +228,13 @@ class Rank(ABC, Generic[Inputs, Output]):
                 continue
             self._accumulate(work, step)
             norm = self._engine.apply()
+            keys = {sample.key for sample in samples}
             if math.isfinite(norm):
                 norms.append(norm)
+                trained |= keys
             else:
                 self._skip(step, samples + others, "the gradient is not finite")
+                left_out |= dict.fromkeys(keys, "the gradient of its optimizer step is not finite")
         figures = batch_metrics(batch)
         figures |= {metrics.LEARNING_RATE: rate, metrics.SKIPPED_STEPS: float(self._skipped_steps)}
         if norms:
@@ -237,6 +246,7 @@ class Rank(ABC, Generic[Inputs, Output]):
         speed = figures[metrics.RESPONSE_TOKENS] / step_s
         self._metrics = figures | {metrics.STEP_S: step_s, metrics.TOKENS_PER_S: speed}
         self.step = step
+        self.left_out = {key: why for key, why in left_out.items() if key not in trained}
         self._planned = None
         return self._metrics
 
@@ -252,7 +262,10 @@ class Rank(ABC, Generic[Inputs, Output]):
         if not samples:
             return []
         lengths = [sample.num_trained for sample in samples]
-        scales_N = sequence_scales(objective.aggregation, lengths, objective.constant_length)
+        sessions = [
+            one.member if SESSION in one.state.metadata else number for number, one in enumerate(samples)
+        ]
+        scales_N = sequence_scales(objective.aggregation, lengths, objective.constant_length, sessions)
         scale_of = {id(sample): float(scale) for sample, scale in zip(samples, scales_N, strict=True)}
         computed = [sample for sample in samples if objective.active is None or objective.active(sample)]
         return [(micro, scale_of, objective.loss_of) for micro in self._micro_batches(computed)]
@@ -278,29 +291,68 @@ class Rank(ABC, Generic[Inputs, Output]):
     # ---------------------------------------------------------------- state
 
     def save(self, path: Path) -> None:
-        """Write optimizer, weights, step and random state below `path`; every rank writes its shard."""
-        self._engine.save(path, {"step": self.step, "skipped_steps": self._skipped_steps})
-        save_random_state(path, self._rank)
+        """Write optimizer, weights, step and random state below `path`; every rank writes what it keeps."""
+        self.snapshot().write(path)
+
+    def snapshot(self) -> Snapshot:
+        """Return the state as it is now, to be written. Not a collective."""
+        facts = self._engine.facts() | {"step": self.step, "skipped_steps": self._skipped_steps}
+        parts = self._engine.parts(self._beside())
+        return Snapshot(self._rank, self._train.num_workers, facts, parts)
+
+    def _beside(self) -> dict[str, list[Tensor]]:
+        """Return what is saved of each weight beside the optimizer's own state, by kind."""
+        return {}
 
     def load(self, path: Path) -> int:
-        """Restore what `save` wrote; return the step. Raises CheckpointError if it does not fit."""
-        state = self._engine.load(path)
+        """Restore what `save` wrote on any ranks at any ZeRO stage; return the step. A collective.
+
+        Raises CheckpointError if it is damaged or does not fit.
+        """
+        stored = self._restore(path)
+        self.step = int(stored.facts["step"])
+        self._skipped_steps = int(stored.facts["skipped_steps"])
         if not load_random_state(path, self._rank):
             log.warning("%s has no random state of rank %d: it was saved with fewer ranks", path, self._rank)
-        self.step = int(state["step"])
-        self._skipped_steps = int(state["skipped_steps"])
+        return self.step
+
+    def begin_from(self, path: Path, *, optimizer: bool) -> None:
+        """Take weights from what another run saved, and its optimizer's moments; the step stays. A collective.
+
+        Raises CheckpointError if it is damaged or of another model.
+        """
+        self._restore(path, optimizer=optimizer, all_beside=False)
+
+    def _restore(self, path: Path, *, optimizer: bool = True, all_beside: bool = True) -> StoredState:
+        stored = StoredState(path)
+        own = self._engine.facts()
+        for name in ("kind", "dtype") if all_beside else ("kind",):
+            if stored.facts.get(name) != own[name]:
+                raise CheckpointError(
+                    f"{path} was saved with {name} {stored.facts.get(name)}, this run has {own[name]}: use the same"
+                )
+        beside = self._beside()
+        for kind in beside:
+            if all_beside and not stored.has(kind):
+                raise CheckpointError(
+                    f"{path} holds no {kind} of the weights: it was saved without train.ema_decay; leave it out"
+                )
+        # A new run's average begins with the weights.
+        sources = {kind: kind if all_beside else MASTER for kind in beside}
+        self._engine.restore(stored, {sources[kind]: beside[kind] for kind in beside}, optimizer=optimizer)
         self._metrics = {}
         self._planned = None
-        return self.step
+        return stored
 
 
 def batch_metrics(batch: TrainBatch) -> dict[str, float]:
     """Return the figures of what a batch consists of."""
     samples = batch.samples
     tokens = sum(sample.num_trained for sample in samples)
-    figures = {metrics.NUM_SAMPLES: float(len(samples)), metrics.RESPONSE_TOKENS: float(tokens)}
+    rewards = {sample.member: sample.state.reward for sample in samples}
+    figures = {metrics.NUM_SAMPLES: float(len(rewards)), metrics.RESPONSE_TOKENS: float(tokens)}
     if samples:
-        figures[metrics.REWARD_MEAN] = float(np.mean([sample.state.reward for sample in samples]))
-        figures[metrics.RESPONSE_TOKENS_MEAN] = tokens / len(samples)
+        figures[metrics.REWARD_MEAN] = float(np.mean(list(rewards.values())))
+        figures[metrics.RESPONSE_TOKENS_MEAN] = tokens / len(rewards)
     figures[metrics.LEFT_OUT] = float(len(batch.left_out))
     return figures

@@ -5,7 +5,7 @@ was sent. Knows neither torch nor Ray: a tensor is flat uint8 bytes with the nam
 
 A version is whole weights, or base weights that stay as they are and the factors of what adapters add to them:
 
-    pack            whole    [ bucket | bucket | ... ]
+    pack            whole    [ bucket | bucket | ... ]  what does not change first, if that is known (delta.py)
     pack_adapters   base     [ bucket | bucket | ... ]  made once by `pack`, the same in every version
                     factors  [ bucket ]                 of this version
 
@@ -15,8 +15,9 @@ order in which they were given; a bucket exceeds `bucket_bytes` only when a sing
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Generic, TypeVar
 
 import numpy as np
 import xxhash
@@ -30,6 +31,7 @@ ALIGNMENT = 64
 
 Bytes = NDArray[np.uint8]
 
+T = TypeVar("T")
 
 Given = Iterable[tuple[str, Bytes, str, tuple[int, ...]]]
 """Tensors as they are packed: name, flat bytes, dtype, shape."""
@@ -89,7 +91,24 @@ class Manifest:
     base: str = ""
     """Digest of the base weights, without what is added to them; empty: whole weights."""
     base_buckets: int = 0
-    """Buckets that hold the base, the first ones: the same in every version with this base."""
+    """Buckets, the first ones, that are the same in other versions, too: those with the base, or, of whole weights,
+    those of tensors that do not change. Who has what is in them need not be sent them: see `spares`."""
+    epoch: int = 0
+    """How often other weights took the place of those that were sent first as this version."""
+
+    def spares(self, held: Manifest | None) -> int:
+        """Return how many buckets, the first ones, one who holds `held` need not be sent."""
+        if held is None or not self.base_buckets:
+            return 0
+        if self.base:
+            return self.base_buckets if self.base == held.base else 0
+        contents = {entry.name: entry.content for entry in held.tensors}
+        return 0 if self.changed_in(self.base_buckets, contents) else self.base_buckets
+
+    def changed_in(self, num_buckets: int, contents: Mapping[str, str]) -> str:
+        """Return the first tensor of the first `num_buckets` with another content than in `contents`, "" if none."""
+        tensors = (entry for entry in self.tensors if entry.bucket < num_buckets)
+        return next((one.name for one in tensors if contents.get(one.name) != one.content), "")
 
     def encoded(self) -> str:
         """Return it as text, for a process that is reached by text only."""
@@ -119,20 +138,32 @@ def _digest_entries(entries: Iterable[TensorEntry], base: bool = False) -> str:
     return digest.hexdigest()
 
 
-def pack(
-    version: int, tensors: Given, bucket_bytes: int, reuse: Sequence[Bytes] = ()
-) -> tuple[Manifest, list[Bytes]]:
-    """Copy (name, flat bytes, dtype, shape) tensors into buckets of at most `bucket_bytes`.
+def pack(version: int, tensors: Given, bucket_bytes: int) -> tuple[Manifest, list[Bytes]]:
+    """Copy (name, flat bytes, dtype, shape) tensors into buckets of at most `bucket_bytes`; see `pack_by`."""
+    return pack_by(version, tensors, bucket_bytes, np.copy)
 
-    A tensor's bytes are copied before the next tensor is asked for, so the iterable may reuse or free them. `reuse`:
-    buckets of an earlier version that nobody reads any more; memory that was written before costs a fraction of what
-    new memory costs. Raises ValueError for a bucket size below 1, WeightError for a repeated name or an empty iterable.
+
+def pack_by(
+    version: int, tensors: Given, bucket_bytes: int, give: Callable[[Bytes], T]
+) -> tuple[Manifest, list[T]]:
+    """Fill one bucket after the other and `give` it away; return the manifest and what `give` returned.
+
+    A tensor's bytes are read before the next tensor is asked for, and a bucket's memory is used again after `give`:
+    no more than one bucket is held here at a time. Raises ValueError for a bucket size below 1, WeightError for a
+    repeated name or an empty iterable.
     """
-    entries, buckets = _fill(tensors, bucket_bytes, 0, reuse)
+    filling = Filling(bucket_bytes, give)
+    for tensor in flattened(tensors):
+        filling.add(*tensor)
+    filling.end()
+    return manifest_of(version, filling.entries, filling.sizes), filling.given
+
+
+def manifest_of(version: int, entries: Sequence[TensorEntry], sizes: Sequence[int]) -> Manifest:
+    """Return the manifest of whole weights. Raises WeightError without any."""
     if not entries:
         raise WeightError(f"version {version} has no tensors: nothing to publish")
-    sizes = tuple(bucket.nbytes for bucket in buckets)
-    return Manifest(version, tuple(entries), sizes, _digest_entries(entries)), buckets
+    return Manifest(version, tuple(entries), tuple(sizes), _digest_entries(entries))
 
 
 def pack_adapters(
@@ -140,11 +171,14 @@ def pack_adapters(
 ) -> tuple[Manifest, list[Bytes]]:
     """Return the version that is `base` plus adapters: its manifest, and the buckets that follow those of the base.
 
-    `factors`: two for each matrix in `scales`, named after it with DOWN and UP; they are copied as by `pack`. Raises
+    `factors`: two for each matrix in `scales`, named after it with DOWN and UP; packed as by `pack`. Raises
     WeightError for a factor without its matrix in the base, its other half or its scale, or of the wrong shape.
     """
-    entries, buckets = _fill(factors, bucket_bytes, len(base.bucket_sizes))
-    parts = {entry.name: entry for entry in entries}
+    filling = Filling(bucket_bytes, np.copy, len(base.bucket_sizes))
+    for factor in flattened(factors):
+        filling.add(*factor)
+    filling.end()
+    parts = {entry.name: entry for entry in filling.entries}
     tensors = []
     for entry in base.tensors:
         if entry.name in scales:
@@ -156,11 +190,11 @@ def pack_adapters(
         check_factors(version, entry)
     if parts:
         raise WeightError(f"version {version}: {next(iter(parts))!r} adapts no tensor of the base")
-    sizes = (*base.bucket_sizes, *(bucket.nbytes for bucket in buckets))
+    sizes = (*base.bucket_sizes, *filling.sizes)
     manifest = Manifest(
         version, tuple(tensors), sizes, _digest_entries(tensors), base.digest, len(base.bucket_sizes)
     )
-    return manifest, buckets
+    return manifest, filling.given
 
 
 def check_factors(version: int, entry: TensorEntry) -> None:
@@ -174,40 +208,63 @@ def check_factors(version: int, entry: TensorEntry) -> None:
         )
 
 
-def _fill(
-    tensors: Given, bucket_bytes: int, first_bucket: int, reuse: Sequence[Bytes] = ()
-) -> tuple[list[TensorEntry], list[Bytes]]:
-    if bucket_bytes < 1:
-        raise ValueError(f"bucket_bytes must be >= 1, got {bucket_bytes}")
-    entries: list[TensorEntry] = []
-    buckets: list[Bytes] = []
+def flattened(tensors: Given) -> Iterator[tuple[str, Bytes, str, tuple[int, ...], str]]:
+    """Yield each tensor as contiguous bytes, with its digest. Raises WeightError for a repeated name."""
     names: set[str] = set()
-
-    def memory(nbytes: int) -> Bytes:
-        # What `_fill` gave away is cut to what was used; its base is all of it.
-        old = reuse[len(buckets)].base if len(buckets) < len(reuse) else None
-        if isinstance(old, np.ndarray) and old.nbytes == nbytes:
-            return old
-        # Zeroed memory is committed page by page: a bucket costs what is written into it.
-        return np.zeros(nbytes, np.uint8)
-
-    bucket, used = memory(bucket_bytes), 0
     for name, data, dtype, shape in tensors:
         if name in names:
             raise WeightError(f"tensor {name!r} is published twice: give tied weights once")
         names.add(name)
         flat = np.ascontiguousarray(data).reshape(-1)
-        offset = -(-used // ALIGNMENT) * ALIGNMENT
-        if offset + flat.nbytes > len(bucket):
-            if used:
-                buckets.append(bucket[:used])
-            bucket, offset = memory(max(bucket_bytes, flat.nbytes)), 0
-        used = offset + flat.nbytes
-        bucket[offset:used] = flat
-        sizes, place = tuple(int(size) for size in shape), first_bucket + len(buckets)
-        entries.append(TensorEntry(name, dtype, sizes, place, offset, flat.nbytes, digest_bytes(flat)))
-    buckets.append(bucket[:used])
-    return entries, buckets
+        yield name, flat, dtype, tuple(int(size) for size in shape), digest_bytes(flat)
+
+
+class Filling(Generic[T]):
+    """Buckets that are filled one after the other, in one bucket's memory, and given away."""
+
+    def __init__(
+        self,
+        bucket_bytes: int,
+        give: Callable[[Bytes], T],
+        first_bucket: int = 0,
+        memory: Bytes | None = None,
+    ) -> None:
+        """`give` copies what it is given. `memory`: of a filling that has ended, which costs less than new memory."""
+        if bucket_bytes < 1:
+            raise ValueError(f"bucket_bytes must be >= 1, got {bucket_bytes}")
+        # Zeroed memory is committed page by page: it costs what is written into it.
+        self.memory = np.zeros(bucket_bytes, np.uint8) if memory is None else memory
+        self.entries: list[TensorEntry] = []
+        self.sizes: list[int] = []
+        self.given: list[T] = []
+        self._give = give
+        self._first = first_bucket
+        self._used: int | None = None
+        """Of the memory; None: no tensor is in it."""
+
+    def add(self, name: str, flat: Bytes, dtype: str, shape: tuple[int, ...], digest: str) -> None:
+        """Copy a tensor; one that is larger than a bucket is given away alone, as it is."""
+        offset = -(-(self._used or 0) // ALIGNMENT) * ALIGNMENT
+        if self._used is not None and offset + flat.nbytes > len(self.memory):
+            self.end()
+            offset = 0
+        place = self._first + len(self.sizes)
+        self.entries.append(TensorEntry(name, dtype, shape, place, offset, flat.nbytes, digest))
+        if flat.nbytes > len(self.memory):
+            self._given(flat)
+        else:
+            self._used = offset + flat.nbytes
+            self.memory[offset : self._used] = flat
+
+    def end(self) -> None:
+        """Give away what is in the memory, if anything is."""
+        if self._used is not None:
+            self._given(self.memory[: self._used])
+            self._used = None
+
+    def _given(self, bucket: Bytes) -> None:
+        self.given.append(self._give(bucket))
+        self.sizes.append(bucket.nbytes)
 
 
 def bytes_of(entry: TensorEntry, buckets: Sequence[Bytes]) -> Bytes:
@@ -215,33 +272,35 @@ def bytes_of(entry: TensorEntry, buckets: Sequence[Bytes]) -> Bytes:
     return buckets[entry.bucket][entry.offset : entry.offset + entry.nbytes]
 
 
-def views(manifest: Manifest, buckets: Sequence[Bytes]) -> Iterator[tuple[TensorEntry, Bytes]]:
+def views(
+    manifest: Manifest, buckets: Sequence[Bytes], known: int = 0
+) -> Iterator[tuple[TensorEntry, Bytes]]:
     """Yield every tensor's entry and its bytes, without a copy and without what is added to them.
 
-    Raises WeightError if the buckets do not fit.
+    `known`: so many buckets, the first ones, are not looked at, nor are the tensors in them. Raises WeightError if the
+    others do not fit.
     """
     sizes = tuple(bucket.nbytes for bucket in buckets)
-    if sizes != manifest.bucket_sizes:
+    if len(sizes) != len(manifest.bucket_sizes) or sizes[known:] != manifest.bucket_sizes[known:]:
         raise WeightError(
-            f"version {manifest.version}: buckets have {sizes} bytes, the manifest says "
-            f"{manifest.bucket_sizes}"
+            f"version {manifest.version}: buckets have {sizes[known:]} bytes, the manifest says "
+            f"{manifest.bucket_sizes[known:]}"
         )
     for entry in manifest.tensors:
-        yield entry, bytes_of(entry, buckets)
+        if entry.bucket >= known:
+            yield entry, bytes_of(entry, buckets)
 
 
-def verify(manifest: Manifest, buckets: Sequence[Bytes], known_base: str = "") -> None:
+def verify(manifest: Manifest, buckets: Sequence[Bytes], known: int = 0) -> None:
     """Raise WeightError naming the first tensor whose bytes are not those the manifest describes.
 
-    `known_base`: digest of a base whose bytes were verified before and are the same memory; they are not read again.
+    `known`: so many buckets, the first ones, are not read, since what is in them was verified before.
     """
-    known = bool(manifest.base) and known_base == manifest.base
-    for entry, data in views(manifest, buckets):
-        if not known:
-            _verify_bytes(manifest.version, entry, data)
-        if entry.added is not None:
-            for factor in (entry.added.down, entry.added.up):
-                _verify_bytes(manifest.version, factor, bytes_of(factor, buckets))
+    for entry, data in views(manifest, buckets, known):
+        _verify_bytes(manifest.version, entry, data)
+    factors = (entry.added for entry in manifest.tensors if entry.added is not None)
+    for factor in (one for added in factors for one in (added.down, added.up)):
+        _verify_bytes(manifest.version, factor, bytes_of(factor, buckets))
     if manifest.base and _digest_entries(manifest.tensors, base=True) != manifest.base:
         raise WeightError(f"version {manifest.version}: its base is not the one with digest {manifest.base}")
     if _digest_entries(manifest.tensors) != manifest.digest:

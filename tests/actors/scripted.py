@@ -10,11 +10,14 @@ from typing import Any
 
 import numpy as np
 
-from actors.remote import CallBatches
+from actors.engine.life import EngineInfo
+from actors.many_calls import CallBatches
 from actors.rollout.gate import OpenRequests
+from actors.rollout.status import Held, WorkerStatus
 from raypost.errors import EngineLostError
-from raypost.pause import PauseMode, stricter
-from raypost.types import GenerateRequest, GenerateResult, Span, WeightReport, WorkerStats
+from raypost.observe.spans import Span
+from raypost.types import GenerateRequest, GenerateResult, WeightReport, WorkerStats
+from raypost.types.pause import PauseMode, stricter
 
 
 class ScriptedWorker(CallBatches):
@@ -32,25 +35,28 @@ class ScriptedWorker(CallBatches):
         self.name, self.token_s, self.lie, self.start_s = name, token_s, lie, start_s
         self.dies_unless = dies_unless
         """A file without which its first start ends it."""
+        self.tokens = self.answered = self.num_begun = 0
         self.version: int | None = None
         self.digest = ""
         self.gate_open = False
         self.requests = OpenRequests(name)
         self.mode: PauseMode | None = None
         self.started = False
+        self.num_starts = 0
         self.sleeping: str | None = None
         """What of its memory sleeps: all, kv_cache or None."""
 
     def __repr__(self) -> str:
         return self.name
 
-    async def start(self) -> dict[str, Any]:
+    async def start(self) -> EngineInfo:
         await asyncio.sleep(self.start_s)
         if self.dies_unless is not None and not self.dies_unless.exists():
             self.dies_unless.touch()
             os._exit(1)
         self.started = True
-        return {"pid": os.getpid()}
+        self.num_starts += 1
+        return EngineInfo(os.getpid(), [])
 
     def check_started(self) -> None:
         if not self.started:
@@ -71,10 +77,13 @@ class ScriptedWorker(CallBatches):
                 if self.mode == "keep":
                     continue
                 assert self.version is not None
+                self.num_begun += not ids
                 ids.append(len(ids) + 1)
                 versions.append(self.version)
         finally:
+            self.num_begun -= bool(ids)
             self.requests.leave(ticket)
+        self.tokens, self.answered = self.tokens + len(ids), self.answered + 1
         done = len(ids) == request.sample_params.max_tokens
         return GenerateResult(
             response_ids=np.asarray(ids, np.int32),
@@ -128,15 +137,35 @@ class ScriptedWorker(CallBatches):
     async def stage_weights(self, manifest: Any, *buckets: Any) -> None:
         """Nothing has to be brought anywhere."""
 
+    async def seat(self) -> tuple[str, int]:
+        return "127.0.0.1", 1
+
+    async def receive_weights(self, manifest: Any, seats: Any) -> None:
+        raise AssertionError("no trainer sends to it")
+
     async def canary(self, prompt_ids: np.ndarray) -> np.ndarray:
         return np.zeros(len(prompt_ids) - 1, np.float32)
+
+    async def status(self) -> WorkerStatus:
+        return WorkerStatus(
+            has_engine=self.started,
+            serving=self.gate_open,
+            mode=None if self.gate_open else self.mode,
+            held=None if self.version is None else Held(self.version, self.digest, 0),
+            asleep=self.sleeping is not None,
+        )
+
+    async def starts(self) -> int:
+        return self.num_starts
 
     async def stats(self) -> WorkerStats:
         return WorkerStats(
             worker=self.name,
             version=-1 if self.version is None else self.version,
             running=self.requests.running,
-            generated_tokens=0,
+            generated_tokens=self.tokens,
+            answered=self.answered,
+            request_s=self.requests.request_s,
         )
 
     async def drain_spans(self) -> list[Span]:
@@ -144,6 +173,13 @@ class ScriptedWorker(CallBatches):
 
     async def ping(self) -> None:
         """It answers."""
+
+    async def slow_down(self, token_s: float) -> None:
+        self.token_s = token_s
+
+    async def begun(self) -> int:
+        """Requests under way that have a token."""
+        return self.num_begun
 
     async def hang(self) -> None:
         time.sleep(1000)

@@ -12,11 +12,13 @@ import numpy as np
 import pytest
 import ray
 import torch
+from ray.actor import ActorHandle
 from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM, LlamaForSequenceClassification
 
 from actors.frozen.language_model import LanguageModelPool, LanguageModelWorker
 from actors.frozen.reference import ReferenceGroup, ReferenceWorker, share
 from actors.frozen.reward_model import RewardModelPool, RewardModelWorker, reward_engine
+from actors.frozen.worker import FrozenWorker
 from actors.judge import JudgeWorker
 from actors.placement import spawn
 from actors.remote import Remote
@@ -26,9 +28,9 @@ from raypost.config import AdvantageConfig, Config, JudgeConfig
 from raypost.config.engine import EngineConfig
 from raypost.data.tokenizer import Tokenizer
 from raypost.errors import JudgeError, RaypostError
-from raypost.packed import PackedGroups, pack_groups
 from raypost.trainer.batch.train_batch import Column, plan_batch
 from raypost.types import Group, RolloutState, SampleParams, Status
+from raypost.types.packed import PackedGroups, pack_groups
 from tests.factories import CHAIN_SUM, make_config
 from tests.unit.tokenizers import write_tokenizer
 
@@ -39,6 +41,7 @@ VOCAB = 20_000
 MAX_TOKENS = 48
 TOLERANCE = 1e-4
 QUESTION = "What is 3 plus 4?"
+TUTOR = "reward-tutor-0"
 
 
 def llama(**changes: object) -> LlamaConfig:
@@ -68,6 +71,11 @@ def frozen_config(folder: Path, **kl: object) -> Config:
 
 def settings() -> dict[str, str]:
     return {"PYTHONPATH": str(REPOSITORY)}
+
+
+def spawn_tutor(kind: type[FrozenWorker], folder: Path, config: Config) -> ActorHandle:
+    engine = reward_engine(config, config.reward_models[0])
+    return spawn(kind, TUTOR, str(folder), engine, name=TUTOR, max_restarts=-1, env=settings())
 
 
 # ---------------------------------------------------------------- reward model
@@ -103,16 +111,8 @@ async def test_reward_is_the_models_logit_also_from_a_worker_that_was_killed_mea
     model = LlamaForSequenceClassification(config).eval()
     model.save_pretrained(tmp_path)
     run = frozen_config(tmp_path)
-    worker = spawn(
-        RewardModelWorker,
-        "reward-tutor-0",
-        str(tmp_path),
-        reward_engine(run, run.reward_models[0]),
-        name="reward-tutor-0",
-        max_restarts=-1,
-        env=settings(),
-    )
-    pool = RewardModelPool(["reward-tutor-0"], timeout_s=90)
+    worker = spawn_tutor(RewardModelWorker, tmp_path, run)
+    pool = RewardModelPool([TUTOR], timeout_s=90)
     judges = spawn(JudgeWorker, "judge-0", run.tasks, {"tutor": pool}, name="judge-0", env=settings())
     judge = Remote("judge-0", 120, many={"judge": 8})
     info = await asyncio.wait_for(worker.start.remote(), 120)
@@ -156,16 +156,8 @@ async def test_a_language_model_answers_as_transformers_does_and_a_judge_reads_i
             "reward_models": (base.reward_models[0].model_copy(update={"generates": True}),),
         }
     )
-    worker = spawn(
-        LanguageModelWorker,
-        "reward-tutor-0",
-        str(tmp_path),
-        reward_engine(run, run.reward_models[0]),
-        name="reward-tutor-0",
-        max_restarts=-1,
-        env=settings(),
-    )
-    pool = LanguageModelPool(["reward-tutor-0"], timeout_s=90)
+    worker = spawn_tutor(LanguageModelWorker, tmp_path, run)
+    pool = LanguageModelPool([TUTOR], timeout_s=90)
     judges = spawn(JudgeWorker, "judge-0", run.tasks, {}, {"tutor": pool}, name="judge-0", env=settings())
     judge = Remote("judge-0", 120, many={"judge": 8})
     await asyncio.wait_for(worker.start.remote(), 120)

@@ -15,8 +15,8 @@ from actors.rollout.worker import RolloutWorker
 from actors.training.group import TrainerGroup
 from actors.training.worker import CONCURRENCY_GROUPS, TrainerWorker
 from raypost.config import Config
-from raypost.packed import PackedGroups, pack_groups
 from raypost.types import FloatArray, Group, RolloutState, SampleParams, Status
+from raypost.types.packed import PackedGroups, pack_groups
 from raypost.weights.manifest import Manifest
 from tests.actors.tiny_engine import CONFIG, VOCAB, make_model
 from tests.factories import CHAIN_SUM, make_config
@@ -96,10 +96,18 @@ async def test_adapter_sync_and_merged_sync_give_the_engine_the_trainers_logprob
     await engine.shutdown.remote()
     await engine.start.remote()
     assert np.array_equal(await load(engine, manifest, refs), after)
-    await trainer._each("publish_as", "merged")
+    await trainer.each("publish_as", "merged")
     merged, buckets = await trainer.publish(3)
     assert np.abs(await load(engine, merged, buckets) - after).max() < 1e-4 and buckets[0] != base[0]
-    assert {entry.added for entry in merged.tensors} == {None}
+    assert {entry.added for entry in merged.tensors} == {None} and merged.base_buckets == 0
+    # Norms and the embedding have no adapter: they are sent with the first two versions and not again.
+    for step in (4, 5):
+        await trainer.fit(ray.put(make_batch(step)))
+        merged, buckets = await trainer.publish(step)
+        await load(engine, merged, buckets[merged.base_buckets :])
+    resting = {entry.name for entry in merged.tensors if entry.bucket < merged.base_buckets}
+    assert any("norm" in name for name in resting) and any("embed" in name for name in resting)
+    assert not any("proj" in name for name in resting)
 
     await engine.shutdown.remote()
     await trainer.shutdown()

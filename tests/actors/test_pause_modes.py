@@ -13,15 +13,8 @@ import pytest_asyncio
 
 from raypost.agent_loop.single_turn import SingleTurnAgentLoop
 from raypost.errors import WeightError
-from raypost.pause import PauseDeadlines, PauseMode
-from raypost.types import (
-    EVALUATION_PRIORITY,
-    GenerateResult,
-    Group,
-    RolloutState,
-    SampleParams,
-    Status,
-)
+from raypost.types import EVALUATION_PRIORITY, GenerateResult, Group, RolloutState, SampleParams, Status
+from raypost.types.pause import PauseDeadlines, PauseMode
 from tests.actors.tiny_engine import (
     CONFIG,
     PROMPT,
@@ -58,8 +51,8 @@ def start(bench: Bench, count: int, max_tokens: int = TOKENS) -> list[asyncio.Ta
     return [asyncio.create_task(bench.worker.generate(one)) for one in asked]
 
 
-async def results_of(calls: list[asyncio.Task[GenerateResult]], within_s: float) -> list[GenerateResult]:
-    return await asyncio.wait_for(asyncio.gather(*calls), within_s)
+async def results_of(calls: list[asyncio.Task[GenerateResult]]) -> list[GenerateResult]:
+    return await asyncio.wait_for(asyncio.gather(*calls), 30)
 
 
 async def is_stopped(bench: Bench) -> bool:
@@ -81,14 +74,14 @@ async def test_keep_splits_versions_at_the_token_and_continues_from_a_prefix_und
 ) -> None:
     old = bench.version
     calls = start(bench, MORE_THAN_SLOTS)
-    await asyncio.sleep(0.15)
+    await bench.progress(SLOTS)
     await bench.worker.pause("keep")
     assert await is_stopped(bench)
     await bench.load()
     await asyncio.sleep(0.1)
     assert not any(call.done() for call in calls)
     await bench.worker.resume(bench.version)
-    results = await results_of(calls, 30)
+    results = await results_of(calls)
 
     assert {(one.finish_reason, len(one.response_ids)) for one in results} == {("length", TOKENS)}
     spanning = [one for one in results if old in one.policy_versions]
@@ -106,11 +99,11 @@ async def test_keep_splits_versions_at_the_token_and_continues_from_a_prefix_und
 async def test_swap_splits_versions_at_the_token_in_one_call(bench: Bench) -> None:
     old = bench.version
     calls = start(bench, SLOTS)
-    await asyncio.sleep(0.15)
+    await bench.progress(SLOTS)
     report = await bench.swap()
     assert (report.version, report.digest) == (bench.version, (await bench.worker.held()).digest)
     assert report.load_s > 0
-    results = await results_of(calls, 30)
+    results = await results_of(calls)
     assert {(one.finish_reason, len(one.response_ids)) for one in results} == {("length", TOKENS)}
     assert {tuple(sorted(set(one.policy_versions))) for one in results} == {(old, bench.version)}
     assert max(bench.gaps(one).max() for one in results) < TOLERANCE
@@ -120,14 +113,14 @@ async def test_keep_may_be_repeated_and_span_several_loads(bench: Bench) -> None
     first = bench.version
     calls = start(bench, 8, 240)
     for _ in range(3):
-        await asyncio.sleep(0.05)
+        await bench.progress(8)
         await bench.worker.pause("keep")
         await bench.worker.pause("keep")
         await bench.load()
         await bench.worker.resume(bench.version)
     await bench.worker.pause("keep")
     await bench.worker.resume(bench.version)
-    results = await results_of(calls, 30)
+    results = await results_of(calls)
     assert all(
         sorted(set(one.policy_versions)) == [first, first + 1, first + 2, first + 3] for one in results
     )
@@ -139,29 +132,29 @@ async def test_canary_of_a_keeping_worker_is_that_of_its_weights_and_leaves_requ
     bench: Bench,
 ) -> None:
     calls = start(bench, MORE_THAN_SLOTS, 240)
-    await asyncio.sleep(0.1)
+    await bench.progress(SLOTS)
     await bench.worker.pause("keep")
     for _ in range(2):
         await bench.load()
         ids = np.arange(40, dtype=np.int32)
-        got = await asyncio.wait_for(bench.worker.canary(ids), 5)
+        got = await asyncio.wait_for(bench.worker.canary(ids), 30)
         assert np.max(np.abs(got - expected_logprobs(bench.model, ids))) < TOLERANCE
         assert await is_stopped(bench)
         assert not any(call.done() for call in calls)
     await bench.worker.resume(bench.version)
-    results = await results_of(calls, 30)
+    results = await results_of(calls)
     assert {(one.finish_reason, len(one.response_ids)) for one in results} == {("length", 240)}
     assert max(bench.gaps(one).max() for one in results) < TOLERANCE
 
 
 async def test_abort_overrules_keep_and_what_was_frozen_comes_back_with_its_tokens(bench: Bench) -> None:
     calls = start(bench, MORE_THAN_SLOTS)
-    await asyncio.sleep(0.15)
+    await bench.progress(SLOTS)
     await bench.worker.pause("keep")
     old = bench.version
     await bench.load()
     await bench.worker.pause("abort")
-    results = await results_of(calls, 1)
+    results = await results_of(calls)
     assert {one.finish_reason for one in results} == {"abort"}
     assert sum(len(one.response_ids) > 0 for one in results) == SLOTS
     assert all(set(one.policy_versions) <= {old} for one in results)
@@ -174,7 +167,7 @@ async def test_abort_overrules_keep_and_what_was_frozen_comes_back_with_its_toke
 
 async def test_cancelled_call_leaves_nothing_frozen_in_the_engine(bench: Bench) -> None:
     calls = start(bench, 4)
-    await asyncio.sleep(0.1)
+    await bench.progress(4)
     await bench.worker.pause("keep")
     for call in calls:
         call.cancel()
@@ -187,7 +180,7 @@ async def test_cancelled_call_leaves_nothing_frozen_in_the_engine(bench: Bench) 
 
 async def test_wait_runs_everything_to_its_end_under_one_version(bench: Bench) -> None:
     calls = start(bench, MORE_THAN_SLOTS, 100)
-    await asyncio.sleep(0.1)
+    await bench.progress(SLOTS)
     pause = asyncio.create_task(bench.worker.pause("wait"))
     await asyncio.sleep(0)
     late = await bench.worker.generate(request("late"))
@@ -196,7 +189,7 @@ async def test_wait_runs_everything_to_its_end_under_one_version(bench: Bench) -
         await asyncio.wait_for(asyncio.shield(bench.worker.held()), 0.01)
     await asyncio.wait_for(pause, 30)
     assert await is_stopped(bench)
-    results = await results_of(calls, 1)
+    results = await results_of(calls)
     assert {(one.finish_reason, len(one.response_ids)) for one in results} == {("length", 100)}
     assert {version for one in results for version in one.policy_versions} == {bench.version}
     assert max(difference(bench.model, one) for one in results) < TOLERANCE
@@ -208,18 +201,21 @@ async def test_wait_runs_everything_to_its_end_under_one_version(bench: Bench) -
 @pytest.mark.parametrize("mode", ["keep", "abort"])
 async def test_stricter_pause_overrules_one_that_waits(bench: Bench, mode: PauseMode) -> None:
     calls = start(bench, 8 * SLOTS)
-    await asyncio.sleep(0.1)
+    await bench.progress(SLOTS)
     waiting = asyncio.create_task(bench.worker.pause("wait"))
     await asyncio.sleep(0.05)
     assert not waiting.done()
-    await asyncio.wait_for(bench.worker.pause(mode), 1)
-    await asyncio.wait_for(waiting, 1)
+    await asyncio.wait_for(bench.worker.pause(mode), 30)
+    await asyncio.wait_for(waiting, 30)
     assert await is_stopped(bench)
     assert sum(call.done() for call in calls) == (0 if mode == "keep" else len(calls))
     await bench.worker.pause("wait")
     assert await is_stopped(bench), "a gentler pause changes nothing"
     await bench.worker.pause("abort")
-    assert len(await results_of(calls, 1)) == 8 * SLOTS
+    results = await results_of(calls)
+    assert len(results) == 8 * SLOTS and "abort" in {one.finish_reason for one in results}, (
+        "not run to their end"
+    )
 
 
 async def test_wait_says_what_still_runs_when_time_is_up_and_aborts_it(
@@ -227,12 +223,12 @@ async def test_wait_says_what_still_runs_when_time_is_up_and_aborts_it(
 ) -> None:
     monkeypatch.setattr(bench.worker._gate, "deadlines", PauseDeadlines(3.0))
     calls = start(bench, 32 * SLOTS)
-    await asyncio.sleep(0.1)
+    await bench.progress(SLOTS)
     with caplog.at_level(logging.WARNING):
-        await asyncio.wait_for(bench.worker.pause("wait"), 10)
+        await asyncio.wait_for(bench.worker.pause("wait"), 30)
     assert await is_stopped(bench)
     assert "aborts what still runs" in caplog.text and "requests: r" in caplog.text
-    results = await results_of(calls, 1)
+    results = await results_of(calls)
     assert {one.finish_reason for one in results} >= {"abort"}
 
 
@@ -245,7 +241,7 @@ async def test_weights_are_not_loaded_while_a_pause_is_not_confirmed(bench: Benc
     with pytest.raises(WeightError, match="pause it before loading"):
         await bench.load()
     await bench.worker.pause("abort")
-    await results_of(calls, 1)
+    await results_of(calls)
 
 
 async def test_interrupted_group_continues_under_newer_weights_and_loses_no_token(bench: Bench) -> None:
@@ -262,9 +258,9 @@ async def test_interrupted_group_continues_under_newer_weights_and_loses_no_toke
     group, first = Group(task="t", group_id=0, states=states), bench.version
     for _ in range(3):
         running = asyncio.create_task(loop.run(group))
-        await asyncio.sleep(0.05)
+        await bench.progress(8)
         await bench.worker.pause("abort")
-        group = await asyncio.wait_for(running, 5)
+        group = await asyncio.wait_for(running, 30)
         assert group.status is Status.ABORTED
         await bench.load()
         await bench.worker.resume(bench.version)
@@ -292,7 +288,7 @@ async def test_evaluation_goes_before_training_requests_that_queue(bench: Bench)
 
     names = [f"train-{n}" for n in range(4 * SLOTS)]
     calls = [asyncio.create_task(run(name, 60, 0)) for name in names]
-    await asyncio.sleep(0.05)
+    await bench.progress(SLOTS)
     calls.append(asyncio.create_task(run("evaluation", 50, EVALUATION_PRIORITY)))
     await asyncio.wait_for(asyncio.gather(*calls), 30)
     before = order[: order.index("evaluation")]

@@ -12,9 +12,10 @@ import pytest
 import ray
 from ray.exceptions import RayActorError
 
-from actors import remote
+from actors import many_calls
+from actors.many_calls import CallBatches, ManyCalls
 from actors.placement import spawn
-from actors.remote import CallBatches, ManyCalls, Remote, RemotePool, within
+from actors.remote import Remote, RemotePool, within
 from raypost.errors import JudgeError, RaypostError, WaitTimeoutError
 
 
@@ -95,7 +96,7 @@ def many(handle: LocalHandle, batch_size: int = 64, method: str = "work") -> Man
 
 async def test_calls_of_one_turn_travel_together_and_come_back_together(handle: LocalHandle) -> None:
     call = many(handle)
-    assert await asyncio.gather(*(call(0.01, n) for n in range(50))) == list(range(50))
+    assert await asyncio.gather(*(call(0.0, n) for n in range(50))) == list(range(50))
     assert handle.calls == 1
     assert await handle.worker.state() == (50, set(), 0)
 
@@ -136,11 +137,11 @@ async def test_calls_of_a_set_are_answered_when_the_last_of_them_ends_and_others
 async def test_answer_waits_for_its_set_no_longer_than_it_may(
     handle: LocalHandle, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(remote, "HOLD_S", 0.05)
+    monkeypatch.setattr(many_calls, "HOLD_S", 0.05)
     call = many(handle)
     slow = asyncio.create_task(call(10.0, "slow", together="set"))
     fast = [asyncio.create_task(call(0.0, n, together="set")) for n in range(3)]
-    assert await asyncio.wait_for(asyncio.gather(*fast), 1) == [0, 1, 2]
+    assert await asyncio.wait_for(asyncio.gather(*fast), 5) == [0, 1, 2]
     assert not slow.done()
     slow.cancel()
 
@@ -151,14 +152,14 @@ async def test_call_that_is_called_off_or_fails_holds_up_no_answer_of_its_set(ha
     await asyncio.sleep(0.05)
     assert not first.done()
     second.cancel()
-    assert await asyncio.wait_for(first, 1) == 0.01
+    assert await asyncio.wait_for(first, 5) == 0.01
     outcomes = await asyncio.wait_for(
         asyncio.gather(
             call(0.0, 1, together="set"),
             call(0.01, JudgeError("no score"), together="set"),
             return_exceptions=True,
         ),
-        1,
+        5,
     )
     assert outcomes[0] == 1 and isinstance(outcomes[1], JudgeError)
     assert (await handle.worker.state())[1:] == (set(), 0)
@@ -234,7 +235,7 @@ async def test_batch_nobody_asks_for_is_ended_by_a_later_one(
 ) -> None:
     worker = handle.worker
     assert await worker.call_many("lost", "work", [(0.0, 1), (10.0, 2)]) == ([(0, 1)], [])
-    monkeypatch.setattr(remote, "FORGOTTEN_S", 0.02)
+    monkeypatch.setattr(many_calls, "FORGOTTEN_S", 0.02)
     waiting = asyncio.create_task(many(handle)(0.1, "asked for"))
     await asyncio.sleep(0.05)
     assert await many(handle)(0.0, "later") == "later"
@@ -271,14 +272,14 @@ def worker(local_ray: None) -> Iterator[str]:
 
 @pytest.mark.timeout(120)
 async def test_real_actor_answers_refuses_and_calls_off(worker: str) -> None:
-    actor = Remote(worker, 1.0, many={"work": 16})
+    actor = Remote(worker, 3.0, many={"work": 16})
     outcomes = await asyncio.gather(
         *(actor.work(0.0, n) for n in range(40)), actor.work(0.0, JudgeError("no")), return_exceptions=True
     )
     assert outcomes[:40] == list(range(40)) and isinstance(outcomes[40], JudgeError)
-    with pytest.raises(WaitTimeoutError, match=r"waited 1 s for real-worker\.work"):
+    with pytest.raises(WaitTimeoutError, match=r"waited 3 s for real-worker\.work"):
         await actor.work(30.0)
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(30):
         while await actor.state() != (42, set(), 0):
             await asyncio.sleep(0.01)
 
@@ -306,8 +307,8 @@ async def test_death_of_a_real_actor_is_an_actor_error_for_what_was_open_and_a_p
 async def test_pool_sends_a_call_to_a_busy_member_rather_than_to_a_dead_one_again(worker: str) -> None:
     mortal = spawn(Worker, "mortal", name="mortal")
     pool = RemotePool(["mortal", worker], 30.0, many={"work": 16})
-    short, long = (asyncio.create_task(pool.work(seconds)) for seconds in (0.1, 4.0))
+    short, long = (asyncio.create_task(pool.work(seconds)) for seconds in (0.1, 60.0))
     await short
     ray.kill(mortal)
-    assert await asyncio.wait_for(pool.work(0.0, "elsewhere"), 2.5) == "elsewhere"
+    assert await asyncio.wait_for(pool.work(0.0, "elsewhere"), 30) == "elsewhere"
     long.cancel()

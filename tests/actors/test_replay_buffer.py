@@ -17,9 +17,9 @@ from ray.exceptions import RayActorError
 
 from actors.placement import spawn
 from actors.replay_buffer import ReplayBufferActor, remote_buffer
-from raypost.packed import pack_groups
-from raypost.protocols import BufferBounds, TaskLimits
-from raypost.types import GroupKey, Status
+from raypost.errors import BufferCutError
+from raypost.types import BufferBounds, GroupKey, Status, TaskLimits
+from raypost.types.packed import pack_groups
 from tests.unit.buffer_groups import group
 
 pytestmark = [pytest.mark.usefixtures("local_ray"), pytest.mark.timeout(120)]
@@ -124,7 +124,7 @@ async def test_kills_in_the_middle_of_traffic_lose_nothing_and_duplicate_nothing
         assert len(trained) == GROUPS and len(set(trained)) == GROUPS
         counts = await call("counts")
         assert counts.groups == {"default": {}}
-        assert await call("reclaim") == ()
+        assert (await call("reclaim", 10**6)).groups == {}
 
 
 async def test_killed_buffer_is_what_it_was_without_a_checkpoint(tmp_path: Path) -> None:
@@ -138,7 +138,7 @@ async def test_killed_buffer_is_what_it_was_without_a_checkpoint(tmp_path: Path)
         assert await call("counts") == before
         assert (await call("lease", 1, {"default": 2})).keys == lease.keys
         assert (await call("pop", "default", [Status.ABORTED], 1, 1)).keys == (("default", 4),)
-        assert await call("reclaim") == (("default", 4),)
+        assert (await call("reclaim", 2)).groups[("default", 4)] is Status.ABORTED
     async with buffer("buffer-again", tmp_path / "buffer", attempt="b") as call:
         assert (await call("counts")).groups == {"default": {}}
 
@@ -158,12 +158,21 @@ async def test_a_batch_is_leased_by_reference_and_again_for_the_same_step() -> N
 
 @pytest.mark.parametrize("journal", [False, True])
 async def test_buffer_that_comes_back_without_its_journal_says_so(tmp_path: Path, journal: bool) -> None:
+    """Without one it ends; one whose beginning is damaged is cut there, and the buffer waits to be mended."""
     folder = tmp_path / "buffer"
     async with buffer(f"buffer-lost-{journal}", folder if journal else None, max_restarts=-1) as call:
+        await call("put", pack_groups([group(0, [0])]), 1)
         process_id = await call("process_id")
         if journal:
-            folder.rename(tmp_path / "elsewhere")
+            (folder / "log").write_bytes(b"no journal")
         os.kill(process_id, signal.SIGKILL)
+        if journal:
+            with pytest.raises(BufferCutError, match="beginning cannot be read"):
+                await call("counts")
+            assert "cannot be read" in (await call("reclaim", 9)).cut
+            assert (await call("mend", 9, [("default", 0)], {}, 0)).groups == {}
+            assert (await call("put", pack_groups([group(0, [0])]), 1, 10))[0].stored
+            return
         async with asyncio.timeout(DEADLINE_S):
             for _ in range(200):
                 try:

@@ -49,6 +49,7 @@ class Pool:
         dies_unless: Path | None = None,
         **rollout: Any,
     ) -> None:
+        names = {f"rollout-{n}": f"scripted-{id(self)}-{n}" for n in range(count)}
         self.workers = {
             f"rollout-{n}": spawn(
                 scripted.ScriptedWorker,
@@ -57,7 +58,7 @@ class Pool:
                 n == liar,
                 0.0,
                 dies_unless,
-                name=f"scripted-{id(self)}-{n}",
+                name=names[f"rollout-{n}"],
                 max_restarts=-1,
             )
             for n in range(count)
@@ -65,7 +66,7 @@ class Pool:
         config = RolloutConfig(num_workers=count, **rollout)
         self.timeout_s = config.request_timeout_s
         self.name = f"controller-{id(self)}"
-        self.controller = spawn(RolloutController, self.workers, config, 20.0, name=self.name)
+        self.controller = spawn(RolloutController, names, config, 20.0, name=self.name, max_restarts=-1)
         self.routers: dict[asyncio.AbstractEventLoop, Router] = {}
 
     @property
@@ -79,6 +80,17 @@ class Pool:
     async def serve(self, version: int) -> None:
         await self.controller.load_weights.remote(*manifest(version))
         await self.controller.resume.remote(version)
+
+    async def pace(self, token_s: float) -> None:
+        """Have all workers make a token every `token_s`: slowly until what is tested has happened, then at once."""
+        for worker in self.workers.values():
+            await worker.slow_down.remote(token_s)
+
+    async def until_begun(self, count: int) -> None:
+        """Wait until so many requests that are under way have a token."""
+        async with asyncio.timeout(DEADLINE_S):
+            while sum([await worker.begun.remote() for worker in self.workers.values()]) < count:
+                await asyncio.sleep(0.02)
 
     async def until_up(self, name: str) -> None:
         for _ in range(DEADLINE_S * 20):
@@ -120,7 +132,7 @@ async def test_requests_are_spread_and_carry_the_version(pool: Pool) -> None:
 async def test_nothing_generates_between_pause_and_resume(pool: Pool) -> None:
     await pool.serve(1)
     running = [pool.generate(request(f"r{n}", 1000)) for n in range(6)]
-    await asyncio.sleep(0.3)
+    await pool.until_begun(6)
     await pool.controller.pause.remote()
     assert [stats.running for stats in await pool.controller.stats.remote()] == [0, 0]
     for result in await asyncio.gather(*running):
@@ -136,9 +148,11 @@ async def test_dead_workers_requests_continue_elsewhere_and_it_returns_with_the_
     pool: Pool,
 ) -> None:
     await pool.serve(3)
+    await pool.pace(0.1)
     running = [pool.generate(request(f"r{n}", 60)) for n in range(6)]
-    await asyncio.sleep(0.2)
+    await pool.until_begun(6)
     pool.workers["rollout-0"].die.remote()
+    await pool.workers["rollout-1"].slow_down.remote(0.01)
     results: list[GenerateResult] = await asyncio.gather(*running)
     assert [len(result.response_ids) for result in results] == [60] * 6
     await pool.until_up("rollout-0")
@@ -151,7 +165,7 @@ async def test_worker_that_hangs_is_found_ended_and_brought_back_and_its_request
     async def test(pool: Pool) -> None:
         await pool.serve(3)
         calls = [pool.generate(request(f"r{n}", 200)) for n in range(4)]
-        await asyncio.sleep(0.5)
+        await pool.until_begun(4)
         pool.workers["rollout-0"].hang.remote()
         for _ in range(DEADLINE_S * 20):
             if (await pool.controller.states.remote())["rollout-0"] == "down":
@@ -165,6 +179,28 @@ async def test_worker_that_hangs_is_found_ended_and_brought_back_and_its_request
         assert {int(v) for one in results for v in one.policy_versions} == {3}
 
     await with_pool(test, token_s=0.01, liveness_timeout_s=1.0)
+
+
+async def test_slow_worker_is_found_and_restarted_and_then_as_fast_as_the_others() -> None:
+    async def test(pool: Pool) -> None:
+        await pool.serve(1)
+        pool.workers["rollout-0"].slow_down.remote(0.1)
+        seen: set[str] = set()
+        calls = [pool.generate(request(f"r{n}", 4)) for n in range(8)]
+        for n in range(DEADLINE_S * 20):
+            seen.add((await pool.controller.states.remote())["rollout-0"].partition(":")[0])
+            if "down" in seen:
+                break
+            calls = [one for one in calls if not one.done()]
+            calls += [pool.generate(request(f"s{n}", 4)) for _ in range(8 - len(calls))]
+            await asyncio.sleep(0.05)
+        assert "down" in seen
+        await asyncio.gather(*calls)
+        await pool.until_up("rollout-0")
+        results = await asyncio.gather(*(pool.generate(request(f"t{n}", 4)) for n in range(16)))
+        assert {one.worker for one in results} == {"rollout-0", "rollout-1", "rollout-2"}
+
+    await with_pool(test, token_s=0.005, count=3, liveness_timeout_s=2.0, slow_worker="restart")
 
 
 async def test_worker_that_dies_while_its_engine_starts_is_started_again(tmp_path: Path) -> None:
@@ -208,12 +244,14 @@ async def test_worker_that_dies_while_the_pool_sleeps_comes_back_when_it_wakes(p
 
 async def test_keep_freezes_requests_and_they_go_on_under_the_next_version(pool: Pool) -> None:
     await pool.serve(1)
+    await pool.pace(0.1)
     running = [pool.generate(request(f"r{n}", 60)) for n in range(6)]
-    await asyncio.sleep(0.3)
+    await pool.until_begun(6)
     await pool.controller.pause.remote("keep")
     assert [stats.running for stats in await pool.controller.stats.remote()] == [0, 0]
     late = await pool.generate(request("late"))
     assert (late.finish_reason, len(late.response_ids)) == ("abort", 0)
+    await pool.pace(0.01)
     await pool.controller.load_weights.remote(*manifest(2))
     ready, _ = await asyncio.wait(running, timeout=0.3)
     assert ready == set()
@@ -225,14 +263,17 @@ async def test_keep_freezes_requests_and_they_go_on_under_the_next_version(pool:
 
 async def test_wait_lets_requests_end_and_refuses_new_ones(pool: Pool) -> None:
     await pool.serve(1)
+    await pool.pace(0.1)
     running = [pool.generate(request(f"r{n}", 60)) for n in range(6)]
-    await asyncio.sleep(0.2)
+    await pool.until_begun(6)
     pause = pool.controller.pause.remote("wait")
-    await asyncio.sleep(0.1)
-    late = await pool.generate(request("late"))
-    assert (late.finish_reason, len(late.response_ids)) == ("abort", 0)
+    async with asyncio.timeout(DEADLINE_S):
+        while (late := await pool.generate(request("late", 1))).finish_reason != "abort":
+            assert not any(one.done() for one in running)
+    assert len(late.response_ids) == 0
+    await pool.pace(0.01)
     await pause
-    results = await asyncio.wait_for(asyncio.gather(*running), 1)
+    results = await asyncio.gather(*running)
     assert {result.finish_reason for result in results} == {"length"}
 
 
@@ -240,12 +281,12 @@ async def test_wait_lets_requests_end_and_refuses_new_ones(pool: Pool) -> None:
 async def test_abort_overrules_a_gentler_pause_even_one_under_way(pool: Pool, first: str) -> None:
     await pool.serve(1)
     running = [pool.generate(request(f"r{n}", 10_000)) for n in range(6)]
-    await asyncio.sleep(0.2)
+    await pool.until_begun(6)
     gentle = pool.controller.pause.remote(first)
     await asyncio.sleep(0.2)
-    await asyncio.wait_for(pool.controller.pause.remote("abort"), 5)
-    await asyncio.wait_for(gentle, 5)
-    for result in await asyncio.wait_for(asyncio.gather(*running), 5):
+    await asyncio.wait_for(pool.controller.pause.remote("abort"), DEADLINE_S)
+    await asyncio.wait_for(gentle, DEADLINE_S)
+    for result in await asyncio.wait_for(asyncio.gather(*running), DEADLINE_S):
         assert result.finish_reason == "abort" and len(result.response_ids) > 0
     await pool.controller.pause.remote(first)
     assert {await worker.paused_as.remote() for worker in pool.workers.values()} == {"abort"}
@@ -259,16 +300,19 @@ async def test_worker_that_dies_in_a_pause_gives_its_requests_up_and_comes_back_
     pool: Pool, mode: str, victim: str
 ) -> None:
     await pool.serve(1)
+    await pool.pace(0.1)
     running = [pool.generate(request(f"r{n}", 100)) for n in range(6)]
-    await asyncio.sleep(0.2)
+    await pool.until_begun(6)
     pause = pool.controller.pause.remote(mode)
     await asyncio.sleep(0.05)
     with contextlib.suppress(RayActorError):
         await pool.workers[victim].die.remote()
+    survivor = next(name for name in pool.workers if name != victim)
+    await pool.workers[survivor].slow_down.remote(0.01)
     await pause
     # Until the pool has noticed the death, the worker counts as up.
     over = 3 if mode == "keep" else 6
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(DEADLINE_S):
         while sum(one.done() for one in running) < over:
             await asyncio.sleep(0.05)
     await pool.controller.load_weights.remote(*manifest(2))
@@ -277,7 +321,7 @@ async def test_worker_that_dies_in_a_pause_gives_its_requests_up_and_comes_back_
     direct = await pool.workers[victim].generate.remote(request("direct"))
     assert direct.finish_reason == "abort", "the gate of a returned worker must be closed during a pause"
     await pool.controller.resume.remote(2)
-    results: list[GenerateResult] = await asyncio.wait_for(asyncio.gather(*running), 10)
+    results: list[GenerateResult] = await asyncio.wait_for(asyncio.gather(*running), DEADLINE_S)
     assert sorted(result.finish_reason for result in results) == ["abort"] * 3 + ["length"] * 3
     assert all(len(result.response_ids) == 0 for result in results if result.finish_reason == "abort")
     again = await asyncio.gather(*(pool.generate(request(f"a{n}")) for n in range(8)))
@@ -289,18 +333,19 @@ async def test_time_in_which_requests_are_frozen_is_no_rollout_time() -> None:
     async def check(pool: Pool) -> None:
         await pool.serve(1)
         running = pool.generate(request("r", 40))
-        await asyncio.sleep(0.2)
+        await pool.until_begun(1)
         await pool.controller.pause.remote("keep")
         paused = time.time()
         await asyncio.sleep(0.3)
         resumed = time.time()
+        await pool.pace(0.01)
         await pool.controller.resume.remote(1)
         await running
         spans = await pool.controller.drain_spans.remote()
         assert len(spans) == 2
         assert spans[0].end_s <= paused and resumed <= spans[1].start_s
 
-    await with_pool(check, token_s=0.01, count=1)
+    await with_pool(check, token_s=0.1, count=1)
 
 
 async def test_sync_fails_when_a_worker_holds_other_bytes_than_were_sent() -> None:
@@ -341,8 +386,11 @@ async def test_worker_started_again_behind_the_pools_back_is_brought_back_before
     results = await asyncio.gather(*(pool.generate(request(f"r{n}")) for n in range(4)))
     assert all(result.policy_versions.tolist() == [5] * 4 for result in results)
     await pool.until_up("rollout-0")
-    served = await asyncio.gather(*(pool.generate(request(f"s{n}")) for n in range(8)))
-    assert {result.worker for result in served} == set(pool.workers)
+    async with asyncio.timeout(DEADLINE_S):  # the router may hear of it a moment later
+        served = set[str]()
+        while served != set(pool.workers):
+            results = await asyncio.gather(*(pool.generate(request(f"s{n}")) for n in range(8)))
+            served = {result.worker for result in results}
 
 
 async def _until_answers(worker: Any) -> None:

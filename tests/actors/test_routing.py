@@ -4,6 +4,7 @@ that fails the test when it makes a token while the pool is paused, or under wei
 from __future__ import annotations
 
 import asyncio
+import os
 import pickle
 import random
 from collections.abc import Sequence
@@ -13,17 +14,19 @@ from typing import Any, cast
 
 import numpy as np
 import pytest
-from ray.exceptions import RayActorError
+from ray.exceptions import ActorUnavailableError, RayActorError
 
 from actors.rollout.controller import RolloutController
 from actors.rollout.routing import Router, RoutingRole, RoutingTable, router_to
+from actors.rollout.weights import Says
 from actors.rollout.worker import RolloutWorker
 from raypost.config import RolloutConfig
 from raypost.config.engine import EngineConfig
-from raypost.errors import NoWorkersError, RaypostError, StaleWeightsError, WaitTimeoutError, WeightError
-from raypost.pause import PauseMode
+from raypost.errors import NotStagedError, NoWorkersError, StaleWeightsError, WaitTimeoutError, WeightError
 from raypost.types import GenerateRequest, GenerateResult, SampleParams
+from raypost.types.pause import PauseMode
 from raypost.weights.manifest import Bytes, Manifest, pack
+from raypost.weights.seats import Seats
 
 ROLLOUT = RolloutConfig(num_workers=2, pause_timeout_s=8.0)
 TOKEN_S = 0.002
@@ -42,6 +45,7 @@ class Engine:
     """Makes a token every TOKEN_S, of the version loaded."""
 
     vocab_size = 50
+    cache_tokens = 0
     is_dead = asleep = False
 
     def __init__(self, name: str, world: World) -> None:
@@ -49,6 +53,10 @@ class Engine:
         self.held_now: tuple[int, str, bool] = (-1, "", False)
         self.stopped: str | None = "abort"
         self.killed = False
+        self.staged: Manifest | None = None
+        self.holds: Manifest | None = None
+        self.came: list[str] = []
+        """How each version came."""
 
     async def process_ids(self) -> list[int]:
         return []
@@ -84,15 +92,27 @@ class Engine:
     async def resume(self) -> None:
         self.stopped = None
 
-    async def held(self) -> tuple[int, str, bool]:
+    async def held(self) -> Says:
         return self.held_now
 
     async def stage(self, manifest: Manifest, buckets: Sequence[Bytes]) -> None:
-        pass
+        if self.staged == manifest:
+            return
+        if len(buckets) < len(manifest.bucket_sizes) - manifest.spares(self.holds):
+            raise NotStagedError(f"version {manifest.version} is not here")
+        self.staged = manifest
+        part = "buckets" if len(buckets) == len(manifest.bucket_sizes) else "what changed"
+        self.came.append(f"{manifest.version} as {part}")
 
-    async def load(self, manifest: Manifest) -> None:
+    async def receive(self, manifest: Manifest, seats: Seats, worker: str) -> None:
+        assert worker == self.name and seats.rank_of(worker, 0) > 0
+        self.staged = manifest
+        self.came.append(f"{manifest.version} by a group")
+
+    async def load(self, manifest: Manifest) -> tuple[None, Says]:
         await asyncio.sleep(TOKEN_S)
-        self.held_now = (manifest.version, manifest.digest, False)
+        self.held_now, self.holds = (manifest.version, manifest.digest, False), manifest
+        return None, self.held_now
 
     def shutdown(self) -> None:
         self.killed = True
@@ -105,9 +125,17 @@ class Worker(RolloutWorker):
         )
         super().__init__(name, "", engine, 0)
         self.world = world
+        self.asked: list[GenerateRequest] = []
+        self.cache_tokens = 0
 
     def _make_engine(self) -> Any:
-        return Engine(self._name, self.world)
+        engine = Engine(self._name, self.world)
+        engine.cache_tokens = self.cache_tokens
+        return engine
+
+    async def generate(self, request: GenerateRequest) -> GenerateResult:
+        self.asked.append(request)
+        return await super().generate(request)
 
 
 class Handle:
@@ -123,6 +151,8 @@ class Handle:
         self.calls = 0
         self.delay_s = 0.0
         """Of its pauses."""
+        self.lost: list[tuple[str, bool]] = []
+        """Methods of which the next call is lost, or its answer where that is True."""
 
     def restart(self) -> None:
         self.former.append(self.worker)
@@ -148,6 +178,11 @@ class Handle:
         if self.dead.is_set():
             self.asked_dead.append(method)
             raise RayActorError
+        if (lost := next((one for one in self.lost if one[0] == method), None)) is not None:
+            self.lost.remove(lost)
+            if lost[1]:
+                await getattr(self.worker, method)(*args)
+            raise ActorUnavailableError("lost", None)
         if method == "pause":
             await asyncio.sleep(self.delay_s)
         answer = asyncio.ensure_future(getattr(self.worker, method)(*args))
@@ -183,16 +218,24 @@ class Counted:
         self.asked += 1
         return await self.controller.routes(known)
 
-    async def report(self, worker: str, incarnation: int, error: str) -> None:
-        await self.controller.report(worker, incarnation, error)
+    async def report(self, worker: str, incarnation: int, error: str) -> bool:
+        return await self.controller.report(worker, incarnation, error)
+
+    async def late(self, worker: str) -> None:
+        await self.controller.late(worker)
 
 
 class Pool:
     def __init__(self, count: int = 2) -> None:
         self.world = World()
         self.handles = [Handle(f"rollout-{n}", self.world) for n in range(count)]
-        self.controller = RolloutController({one.name: one for one in self.handles}, ROLLOUT, 20.0)
+        self.controller = self.new_controller(0)
         self.router, self.deaf = self.new_router(), DeafRouter(self.controller, 20.0)
+
+    def new_controller(self, incarnation: int) -> RolloutController:
+        handles = {one.name: one for one in self.handles}
+        names = {name: name for name in handles}
+        return RolloutController(names, ROLLOUT, 20.0, None, cast(Any, handles.__getitem__), incarnation)
 
     def new_router(self, timeout_s: float = 20.0) -> Router:
         return Router(self.controller, timeout_s)
@@ -287,6 +330,27 @@ async def test_worker_that_is_alive_though_reported_dead_is_stopped_by_a_pause_a
     assert pool.world.wrong == []
 
 
+@pytest.mark.parametrize("ran", [False, True])
+async def test_worker_stays_in_the_pool_when_a_request_to_it_or_its_answer_was_lost(ran: bool) -> None:
+    pool = await pool_at(1, count=1)
+    (handle,) = pool.handles
+    handle.lost = [("call_many", ran), ("ping", ran), ("call_many", ran)]
+    results = await asyncio.gather(*start(pool.router, 4, 4))
+    assert all(one.policy_versions.tolist() == [1] * 4 for one in results)
+    table = await pool.controller.routes(-1)
+    assert [one.incarnation for one in table.up] == [0] and not handle.lost
+
+
+async def test_worker_whose_process_is_another_one_is_brought_back_however_the_call_ended() -> None:
+    pool = await pool_at(1, count=1)
+    (handle,) = pool.handles
+    handle.restart()
+    handle.worker.ping = lambda: asyncio.sleep(0, os.getpid() + 1)  # type: ignore[method-assign]
+    handle.lost = [("call_many", False)]
+    assert (await pool.router.generate(request())).policy_versions.tolist() == [1] * 4
+    assert [one.incarnation for one in (await pool.controller.routes(-1)).up] == [1]
+
+
 async def test_worker_that_comes_back_in_a_sync_serves_only_the_new_version_whatever_table_leads_to_it() -> (
     None
 ):
@@ -361,23 +425,24 @@ async def test_swap_freezes_what_runs_and_goes_on_with_the_version_that_is_stage
     assert (pool.world.wrong, pool.controller._table.epoch) == ([], epoch), "no router had to be told"
 
 
-async def test_swap_needs_the_version_staged_and_a_pool_that_serves() -> None:
+async def test_swap_needs_the_version_staged_and_has_a_pool_that_is_paused_serve_it() -> None:
     pool = await pool_at(1)
     with pytest.raises(StaleWeightsError, match="cannot swap to version 2: stage it first"):
         await pool.controller.swap(2)
     await pool.controller.stage_weights(*weights(2))
     await pool.pause()
-    with pytest.raises(RaypostError, match="the pool is paused: load version 2 and resume"):
-        await pool.controller.swap(2)
     assert refused(await pool.router.generate(request()))
+    await pool.swap(2)
+    assert (await pool.router.generate(request())).policy_versions.tolist() == [2] * 4
+    assert pool.world.wrong == []
 
 
 async def test_worker_that_holds_something_else_after_a_swap_does_not_serve() -> None:
     pool = await pool_at(1)
     engine = pool.handles[0].worker._life.engine
 
-    async def load(manifest: Manifest) -> None:
-        engine.held_now = (manifest.version, "other", False)  # type: ignore[union-attr]
+    async def load(manifest: Manifest) -> tuple[None, Says]:
+        return None, (manifest.version, "other", False)
 
     engine.load = load  # type: ignore[method-assign, union-attr]
     with pytest.raises(WeightError, match="rollout-0 holds version 2 with digest other instead of version 2"):
@@ -495,11 +560,46 @@ async def test_requests_go_to_the_worker_with_the_fewest_also_where_several_rout
     assert first + second == 12 and abs(first - second) <= len(routers)
     more = start(routers[0], 3, 2000)
     await asyncio.sleep(0.02)
-    mine = routers[0]._outstanding
-    assert mine == {"rollout-0": 3, "rollout-1": 3}
+    mine = routers[0]._loads
+    assert [mine.own(handle.name).requests for handle in pool.handles] == [3, 3]
     await pool.pause()
     await asyncio.gather(*running, *more)
-    assert routers[0]._outstanding == {"rollout-0": 0, "rollout-1": 0}
+    assert {mine.own(handle.name) for handle in pool.handles} == {(0, 0)}
+
+
+async def test_requests_go_where_the_engines_say_that_there_is_room_for_them_also_after_the_controller_died() -> (
+    None
+):
+    pool = Pool()
+    pool.handles[0].worker.cache_tokens, pool.handles[1].worker.cache_tokens = 30_000, 10_000
+    await pool.controller.start()
+    await pool.serve(1)
+
+    async def spread() -> list[int]:
+        running = start(pool.new_router(), 12, 2000)
+        async with asyncio.timeout(20):
+            while sum(handle.open for handle in pool.handles) < 12:
+                await asyncio.sleep(0.01)
+        found = [handle.open for handle in pool.handles]
+        await pool.pause()
+        await asyncio.gather(*running)
+        return found
+
+    assert await spread() == [9, 3]
+    await pool.serve(2)
+    pool.controller = pool.new_controller(1)
+    await pool.controller.know()
+    assert await spread() == [9, 3]
+
+
+async def test_what_an_engine_has_of_other_routers_counts_at_once() -> None:
+    pool = await pool_at(1)
+    router = pool.new_router()
+    running = start(pool.deaf, 20, 2000)
+    await asyncio.gather(*start(router, 4, 1))
+    assert [work.requests for _, work in router._loads._others.values()] == [10, 10]
+    await pool.pause()
+    await asyncio.gather(*running)
 
 
 async def test_router_asks_the_controller_once_while_the_pool_serves() -> None:
@@ -522,4 +622,4 @@ async def test_pool_can_be_paused_and_resumed_by_its_router() -> None:
 def test_router_travels_as_the_name_of_its_controller() -> None:
     router = pickle.loads(pickle.dumps(router_to("rollout-controller", 7.0)))
     assert isinstance(router, Router)
-    assert (router._controller._name, router._timeout_s) == ("rollout-controller", 7.0)  # type: ignore[attr-defined]
+    assert (router._controller._names, router._timeout_s) == (["rollout-controller"], 7.0)  # type: ignore[attr-defined]

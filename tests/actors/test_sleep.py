@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -13,6 +13,7 @@ from ray.exceptions import RayActorError
 
 from actors.rollout.controller import RolloutController
 from actors.rollout.routing import Router
+from actors.rollout.weights import Says
 from actors.rollout.worker import RolloutWorker
 from raypost.config import RolloutConfig
 from raypost.config.engine import EngineConfig
@@ -37,6 +38,7 @@ class ScriptedEngine:
     """Stands for vLLM's, and fails where a GPU would: whatever uses memory must find it awake."""
 
     vocab_size = 50
+    cache_tokens = 0
     is_dead = False
 
     def __init__(self) -> None:
@@ -106,13 +108,14 @@ class ScriptedEngine:
     async def stage(self, manifest: Manifest, buckets: Sequence[Bytes]) -> None:
         """Nothing has to be brought anywhere."""
 
-    async def load(self, manifest: Manifest) -> None:
+    async def load(self, manifest: Manifest) -> tuple[None, Says]:
         assert "weights" not in self.sleeping, "weights are loaded into memory that was given away"
         if self.fails == "load":
             raise RuntimeError("these bytes are not what was sent")
         self.loaded = (manifest.version, manifest.digest, False)
+        return None, self.loaded
 
-    async def held(self) -> tuple[int, str, bool]:
+    async def held(self) -> Says:
         return self.loaded
 
     def shutdown(self) -> None:
@@ -358,7 +361,8 @@ class Pool:
     def __init__(self, start_timeout_s: float = 20.0) -> None:
         self.workers = {name: Handle(name) for name in ("rollout-0", "rollout-1")}
         rollout = RolloutConfig(num_workers=2, start_timeout_s=start_timeout_s)
-        self.controller = RolloutController(self.workers, rollout, 20.0)
+        names = {name: name for name in self.workers}
+        self.controller = RolloutController(names, rollout, 20.0, None, cast(Any, self.workers.__getitem__))
         self.router = Router(self.controller, 20.0)
 
     async def serve(self, version: int) -> None:

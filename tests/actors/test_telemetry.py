@@ -20,21 +20,24 @@ from actors.telemetry import memory
 from actors.telemetry.memory import MemoryWatch, memory_of, rough_bytes
 from actors.telemetry.recorder import Telemetry
 from raypost.config import Config
-from raypost.metrics import JudgeFigures
+from raypost.files.jsonl import read_lines
+from raypost.observe.metrics import JudgeFigures
+from raypost.observe.spans import Span, SpanLog
 from raypost.report import files
 from raypost.report.samples import kept_samples
-from raypost.spans import SpanLog
-from raypost.types import GroupCounts, Span, WorkerStats
+from raypost.types import GroupCounts, WorkerStats
 from tests import synthetic_run as run
 from tests.unit.test_samples import batch_of
 from tests.unit.tokenizers import write_tokenizer
 
 
 class Source:
-    """Has spans, statistics and counts, and can be told to be slow."""
+    """Has spans, statistics and counts, and can be told not to answer."""
 
     def __init__(self, name: str) -> None:
-        self._name, self._delay_s, self._tokens = name, 0.0, 100
+        self._name, self._tokens = name, 100
+        self._free = asyncio.Event()
+        self._free.set()
         self._spans = SpanLog(name, merge_gap_s=0.0)
 
     async def add(self, count: int) -> None:
@@ -42,15 +45,15 @@ class Source:
         for n in range(count):
             self._spans.add("rollout", start + n, start + n + 0.5)
 
-    async def set_delay(self, delay_s: float) -> None:
-        self._delay_s = delay_s
+    async def hold(self, is_held: bool) -> None:
+        (self._free.clear if is_held else self._free.set)()
 
     async def set_tokens(self, tokens: int) -> None:
         self._tokens = tokens
 
     async def drain_spans(self) -> list[Span]:
         spans = self._spans.drain()
-        await asyncio.sleep(self._delay_s)
+        await self._free.wait()
         return spans
 
     async def stats(self) -> list[WorkerStats]:
@@ -97,14 +100,14 @@ def get(ref: ray.ObjectRef, timeout_s: float = 30.0) -> Any:
     return ray.get(ref, timeout=timeout_s)
 
 
-def recorded_spans(config: Config) -> list[dict[str, Any]]:
-    return list(files.read_lines(config.run_dir / files.SPANS))
+def recorded_spans(config: Config) -> list[Span]:
+    return list(files.read_spans(config.run_dir / files.SPANS))
 
 
 def recorded_usage(config: Config) -> dict[str, Any]:
     """The session's totals so far."""
     usage: dict[str, Any] = {"unreachable": {}, "tokens_generated": None}
-    for line in files.read_lines(config.run_dir / files.EVENTS):
+    for line in read_lines(config.run_dir / files.EVENTS):
         if line["event"] == "usage":
             usage = line
     return usage
@@ -162,7 +165,7 @@ def test_what_judges_did_is_in_the_next_step_and_in_the_report(config: Config) -
     for step in (1, 2):
         get(telemetry.log.remote(step, run.metrics(step)))
     report = get(telemetry.finish.remote("finished", None, GroupCounts(sampled=32, trained=32)))
-    first, second = files.read_lines(config.run_dir / files.METRICS)
+    first, second = read_lines(config.run_dir / files.METRICS)
     assert {name: value for name, value in first.items() if "/" in name} == {
         "judge_s/default": 1.5,
         "judge_s_max/default": 2.0,
@@ -187,20 +190,21 @@ def test_what_judges_did_is_in_the_next_step_and_in_the_report(config: Config) -
 @pytest.mark.usefixtures("local_ray")
 def test_a_slow_actor_delays_nobody_and_none_of_its_spans_is_lost_or_written_twice(config: Config) -> None:
     slow, fast = source("slow"), source("fast")
-    get(slow.set_delay.remote(5.0))
+    get(slow.hold.remote(True))
     get(slow.add.remote(5))
     recorder = make(config, {"slow": slow, "fast": fast}, deadline_s=0.2)
     get(fast.add.remote(3))
-    start = time.monotonic()
     get(recorder.log.remote(1, {"loss": 0.1}))
-    assert time.monotonic() - start < 4.0
     deadline = time.monotonic() + 60
+    while "slow" not in recorded_usage(config)["unreachable"] and time.monotonic() < deadline:
+        time.sleep(0.1)
+    assert {span.actor for span in recorded_spans(config)} <= {"fast"}
+    get(slow.hold.remote(False))
     while len(recorded_spans(config)) < 8 and time.monotonic() < deadline:
         time.sleep(0.1)
-    get(slow.set_delay.remote(0.0))
-    assert recorded_usage(config)["unreachable"].keys() == {"slow"}
+    assert "slow" in recorded_usage(config)["unreachable"]
     get(recorder.finish.remote("finished", None, None))
-    actors = sorted(span["actor"] for span in recorded_spans(config))
+    actors = sorted(span.actor for span in recorded_spans(config))
     assert actors == ["fast"] * 3 + ["slow"] * 5
 
 
@@ -208,17 +212,18 @@ def test_a_slow_actor_delays_nobody_and_none_of_its_spans_is_lost_or_written_twi
 def test_a_dead_actor_is_counted_by_name_and_the_report_is_written(config: Config) -> None:
     dead, alive = source("dead"), source("alive")
     get(dead.counts.remote())
+    get(alive.counts.remote())
     recorder = make(config, {"dead": dead, "alive": alive})
     get(recorder.log.remote(1, {}))
     ray.kill(dead)
     get(alive.add.remote(2))
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + 60
     while time.monotonic() < deadline:
         usage = recorded_usage(config)
         if usage["unreachable"].get("dead", 0) > 3 and len(recorded_spans(config)) == 2:
             break
         time.sleep(0.1)
-    assert usage["unreachable"].keys() == {"dead"}
+    assert usage["unreachable"].get("dead", 0) > 3
     report = get(recorder.finish.remote("failed", "a rank died", None))
     assert report["groups"]["sampled"] == 12, "the last counts seen stand"
     assert any("dead" in problem for problem in report["problems"])
@@ -230,7 +235,7 @@ def test_tokens_of_a_restarted_worker_are_added_and_not_taken_back(config: Confi
     recorder = make(config, {"rollout": worker})
     for tokens, total in ((100, 100), (250, 250), (30, 280)):
         get(worker.set_tokens.remote(tokens))
-        deadline = time.monotonic() + 10
+        deadline = time.monotonic() + 60
         while time.monotonic() < deadline:
             usage = recorded_usage(config)
             if (usage["tokens_generated"] or 0) >= total:
@@ -247,7 +252,7 @@ def test_what_stops_the_watching_is_raised_to_whoever_logs_next(config: Config) 
             return 3
 
     recorder = make(config, {"broken": ray.remote(Broken).options(num_cpus=0).remote()})
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + 60
     with pytest.raises(TypeError):
         while time.monotonic() < deadline:
             get(recorder.log.remote(1, {}))

@@ -34,11 +34,13 @@ from actors.training.worker import CONCURRENCY_GROUPS, TrainerWorker
 from raypost.config import AdvantageConfig, Config, LossConfig
 from raypost.data.tokenizer import Tokenizer as RaypostTokenizer
 from raypost.errors import BatchMemoryError, CheckpointError, LedgerError, RaypostError, WaitTimeoutError
-from raypost.packed import PackedGroups, pack_groups, unpack_groups
+from raypost.observe.spans import Span
 from raypost.trainer.algorithm.losses import LossTokens
 from raypost.trainer.batch.sft import SftExamples
 from raypost.trainer.batch.train_batch import plan_batch
-from raypost.types import Group, RolloutState, SampleParams, Span, Status
+from raypost.trainer.start import check_start
+from raypost.types import Group, RolloutState, SampleParams, Status
+from raypost.types.packed import PackedGroups, pack_groups, unpack_groups
 from raypost.weights.manifest import verify, views
 from tests.actors.failing_ranks import FailingRank
 from tests.factories import CHAIN_SUM, make_config
@@ -144,6 +146,23 @@ class Probe(TrainerWorker):
         if folder:
             rank.save(Path(folder))
         return seen, average
+
+    def begun(
+        self, config: Config, start: str, optimizer: bool
+    ) -> tuple[int, Weights, Weights, Weights | None]:
+        """A new rank that begins with other weights: its step, those, those after a step, and its average before."""
+        from raypost.trainer.policy_rank import PolicyRank
+
+        rank = PolicyRank(config, self._model_path, self._rank)
+        rank.begin_from(Path(start), optimizer=optimizer)
+
+        def values(weights: Iterator[Any]) -> Weights:
+            return {name: tensor.clone().float().numpy() for name, tensor in weights}
+
+        begin, step = values(rank.gather_weights()), rank.step
+        average = values(rank.gather_average()) if config.train.ema_decay else None
+        rank.train(make_batch(step + 1), step + 1)
+        return step, begin, values(rank.gather_weights()), average
 
     def poisoned(self, config: Config) -> tuple[list[Weights], list[dict[str, float]], list[str]]:
         """Weights before and after each of a good step, one whose loss overflows and a good one; their metrics; and
@@ -694,7 +713,7 @@ async def test_a_run_goes_on_with_other_ranks_and_another_zero_stage(
     solo: TrainerGroup, pair: TrainerGroup, tmp_path: Path, dtype: str
 ) -> None:
     for source, stage, target, other in (
-        (solo, 1, pair, 3), (pair, 3, solo, 2), (pair, 2, solo, 1), (solo, 2, pair, 2), (pair, 3, solo, 3),
+        (solo, 1, pair, 3), (pair, 3, solo, 2), (pair, 2, solo, 0), (solo, 0, pair, 2), (pair, 0, solo, 3),
     ):  # fmt: skip
         folder = tmp_path / f"{len(source.workers)}-{stage}-{len(target.workers)}-{other}"
         configs = [
@@ -707,7 +726,6 @@ async def test_a_run_goes_on_with_other_ranks_and_another_zero_stage(
         tolerance = 1e-5 if dtype == "float32" else 2e-2
         worst = {n: float(np.abs(straight[n] - resumed[n]).max()) for n in straight}
         assert max(worst.values()) < tolerance, (folder.name, worst)
-        assert not (folder / "universal").exists()
 
 
 def running_average(seen: list[Weights], decay: float, start: Weights | None = None) -> Weights:
@@ -751,12 +769,30 @@ async def test_the_moving_average_goes_on_with_other_ranks_and_another_stage(
         seen, resumed = (await each(target, "averaged", configs[target], batches[2:], folder))[0]
         assert largest_difference(before[-1], seen[0]) < 1e-6
         assert largest_difference(resumed, running_average(seen, 0.7, average)) < 1e-6
-    with pytest.raises(CheckpointError, match="is damaged or of another model"):
-        (tmp_path / "1" / "average.safetensors").write_bytes(b"12345678{}")
-        await each(solo, "averaged", configs[solo], [], str(tmp_path / "1"))
-    (tmp_path / "1" / "average.safetensors").unlink()
+    without = str(tmp_path / "without")
+    await each(solo, "weights_after", train_config(), 1, "", 1, without)
     with pytest.raises(CheckpointError, match=r"was saved without train\.ema_decay"):
-        await each(solo, "averaged", configs[solo], [], str(tmp_path / "1"))
+        await each(solo, "averaged", configs[solo], [], without)
+
+
+async def test_a_run_begins_with_the_weights_of_another_and_its_optimizer_if_asked(
+    solo: TrainerGroup, pair: TrainerGroup, model_path: str, tmp_path: Path
+) -> None:
+    folder = str(tmp_path)
+    trained, _ = (await each(pair, "weights_after", train_config(num_workers=2), 2, "", 2, folder))[0]
+    config = train_config(zero_stage=0, ema_decay=0.5)
+    check_start(config, tmp_path, model_path)
+    with pytest.raises(
+        CheckpointError, match=r"start_from: .*embed_tokens.* has shape \(24, 32\), this run's None"
+    ):
+        check_start(train_config(lora={"rank": 4}), tmp_path, model_path)
+    after = []
+    for optimizer in (True, False):
+        step, begin, end, average = (await each(solo, "begun", config, folder, optimizer))[0]
+        assert step == 0 and largest_difference(begin, trained) == 0.0
+        assert average is not None and largest_difference(average, trained) == 0.0
+        after.append(end)
+    assert largest_difference(*after) > 1e-5, "with moments a step goes elsewhere"
 
 
 async def test_a_damaged_checkpoint_is_refused_by_name(
@@ -764,12 +800,11 @@ async def test_a_damaged_checkpoint_is_refused_by_name(
 ) -> None:
     config = train_config()
     await each(solo, "weights_after", config, 1, "", 1, str(tmp_path))
-    (state,) = tmp_path.rglob("*optim_states.pt")
+    (state,) = tmp_path.glob("state-*")
     state.write_bytes(state.read_bytes()[: state.stat().st_size // 2])
-    with pytest.raises(CheckpointError, match="deepspeed is damaged or not of this model"):
-        await each(solo, "weights_after", config, 2, str(tmp_path))
-    with pytest.raises(CheckpointError, match="deepspeed is damaged or not of this model"):
-        await each(pair, "weights_after", train_config(num_workers=2), 2, str(tmp_path))
+    for group, other in ((solo, config), (pair, train_config(num_workers=2))):
+        with pytest.raises(CheckpointError, match=r"state-0-of-1\.safetensors is damaged"):
+            await each(group, "weights_after", other, 2, str(tmp_path))
 
 
 async def test_group_restores_its_step_and_refuses_a_checkpoint_that_does_not_fit(
@@ -777,13 +812,16 @@ async def test_group_restores_its_step_and_refuses_a_checkpoint_that_does_not_fi
 ) -> None:
     for step in (1, 2):
         await fit(fresh, step)
-    await fresh.save(tmp_path / "trainer")
+    taken = fresh.snapshot(tmp_path / "trainer")
     manifest, _ = await fresh.publish(2)
     await fit(fresh, 3)
+    await taken
+    assert not await fresh.write_snapshot(tmp_path / "another"), "nothing was taken for it"
+    assert await fresh.write_snapshot(tmp_path / "trainer") and await fresh.write_snapshot(
+        tmp_path / "trainer"
+    )
     assert await fresh.load(tmp_path / "trainer") == fresh.step == 2
     assert (await fresh.publish(2))[0].digest == manifest.digest
-    with pytest.raises(CheckpointError, match="saved with zero_stage 1, this run has 0"):
-        await each(solo, "weights_after", train_config(zero_stage=0), 3, str(tmp_path / "trainer"))
     with pytest.raises(CheckpointError, match="saved with dtype float32, this run has bfloat16"):
         await each(solo, "weights_after", train_config(dtype="bfloat16"), 3, str(tmp_path / "trainer"))
     with pytest.raises(CheckpointError, match=r"trainer\.json"):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import copy
 import gc
@@ -17,7 +18,7 @@ from actors.rollout.worker import RolloutWorker
 from raypost.config import RolloutConfig
 from raypost.config.engine import EngineConfig
 from raypost.types import FloatArray, GenerateRequest, GenerateResult, IntArray, SampleParams, WeightReport
-from raypost.weights.manifest import Bytes, Manifest, pack
+from raypost.weights.manifest import Bytes, Given, Manifest, pack
 
 VOCAB = 50
 CONFIG = EngineConfig(
@@ -59,11 +60,13 @@ def change(model: LlamaForCausalLM) -> None:
 
 def publish(model: LlamaForCausalLM, version: int) -> tuple[Manifest, list[Bytes]]:
     """The model's weights in several buckets."""
-    tensors = (
-        (name, parameter.detach().numpy().reshape(-1).view(np.uint8), "float32", tuple(parameter.shape))
-        for name, parameter in model.named_parameters()
-    )
-    return pack(version, tensors, bucket_bytes=100_000)
+    return pack(version, flat_tensors(model), bucket_bytes=100_000)
+
+
+def flat_tensors(model: LlamaForCausalLM) -> Given:
+    """The model's weights as they are packed."""
+    for name, parameter in model.named_parameters():
+        yield name, parameter.detach().numpy().reshape(-1).view(np.uint8), "float32", tuple(parameter.shape)
 
 
 def expected_logprobs(model: LlamaForCausalLM, ids: IntArray, temperature: float = 1.0) -> FloatArray:
@@ -131,6 +134,18 @@ class Bench:
         self.version += 1
         self.history[self.version] = copy.deepcopy(self.model)
         return publish(self.model, self.version)
+
+    async def progress(self, count: int) -> None:
+        """Wait until so many requests have each got a token more than they have now."""
+
+        def tokens() -> dict[str, int]:
+            states = self.llm.output_processor.request_states
+            return {name: one.detokenizer.num_output_tokens() for name, one in states.items()}
+
+        before = tokens()
+        async with asyncio.timeout(60):
+            while sum(now > before.get(name, 0) for name, now in tokens().items()) < count:
+                await asyncio.sleep(0.002)
 
     async def assert_serves(self, version: int) -> None:
         """The engine's logprobs are those of the model as it is now, under this version."""

@@ -3,15 +3,22 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 import time
+from contextlib import suppress
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import psutil
 
+from jobs.keeper import processes_with
 from jobs.private_cluster import PrivateCluster
+from raypost.audit.audit import audit
+from raypost.report.files import read_spans
+from tests.conftest import OURS
 
 ROOT = Path(__file__).resolve().parents[2]
 DEADLINE_S = 400
@@ -72,8 +79,7 @@ class Job:
         return [event for event in map(json.loads, lines) if event["event"] == kind]
 
     def spans(self, kind: str) -> list[dict[str, Any]]:
-        lines = (self.run_dir / "spans.jsonl").read_text().splitlines()
-        return [span for span in map(json.loads, lines) if span["kind"] == kind]
+        return [asdict(span) for span in read_spans(self.run_dir / "spans.jsonl") if span.kind == kind]
 
     def syncs(self) -> list[dict[str, Any]]:
         return self.events("sync")
@@ -89,12 +95,21 @@ class Job:
 
 
 def engines() -> set[int]:
-    """Processes of rollout workers, trainer ranks and engines now."""
+    """Processes of rollout workers, trainer ranks and engines that these tests started."""
+    return _running("ray::RolloutWorker", "ray::TrainerWorker", "VLLM::", "EngineCore")
+
+
+def processes(role: str) -> set[int]:
+    """Processes of a role that these tests started."""
+    return _running(f"ray::{role}")
+
+
+def _running(*names: str) -> set[int]:
     found = set()
-    for process in psutil.process_iter(["pid", "cmdline"]):
-        line = " ".join(process.info["cmdline"] or [])
-        if any(word in line for word in ("ray::RolloutWorker", "ray::TrainerWorker", "VLLM::", "EngineCore")):
-            found.add(process.info["pid"])
+    for process in processes_with(OURS, os.environ[OURS]):
+        with suppress(psutil.Error):
+            if any(name in " ".join(process.cmdline()) for name in names):
+                found.add(process.pid)
     return found
 
 
@@ -105,16 +120,14 @@ def assert_adds_up(report: dict[str, Any]) -> None:
     assert groups["lost"] == 0
 
 
+def assert_audited(job: Job) -> None:
+    """Nothing that the run left contradicts anything else."""
+    found = audit(job.run_dir)
+    assert found.num_contradictions == 0, found.as_dict()
+
+
 def assert_never_older(job: Job, max_staleness: int) -> None:
     """No group was trained beyond the bound, and the report says so."""
     ages = [age for record in job.steps() for age in record["staleness"]]
     assert len(ages) == job.report()["groups"]["trained"] > 0
     assert job.report()["staleness_max"] == max(ages) <= max_staleness
-
-
-def processes(role: str) -> set[int]:
-    return {
-        process.info["pid"]
-        for process in psutil.process_iter(["pid", "cmdline"])
-        if f"ray::{role}" in " ".join(process.info["cmdline"] or [])
-    }

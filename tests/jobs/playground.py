@@ -1,4 +1,4 @@
-"""An environment for the end-to-end tests: it asks again once, then scores the last number that was said."""
+"""An environment and an agent for the end-to-end tests, which score the last number that was said."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import re
 from typing import Any
 
 from raypost.agent_loop.environment import Observation
+from raypost.agent_loop.session import Session
 
 
 class AskTwice:
@@ -25,3 +26,11 @@ class AskTwice:
         numbers = re.findall(r"-?\d+", action)
         right = bool(numbers) and numbers[-1] == self.answer
         return Observation(reward=self.reward * right, done=True)
+
+
+async def asks_anew(session: Session) -> float:
+    """Asks, then asks again as if nothing had been said: two trajectories; the last number of each counts a half."""
+    replies = [await session.complete(), await session.complete()]
+    words = [reply["choices"][0]["message"]["content"] for reply in replies]
+    right = [re.findall(r"-?\d+", text)[-1:] == [str(session.metadata["answer"])] for text in words]
+    return sum(right) / 2

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 import signal
 import subprocess
 import sys
@@ -16,7 +15,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-from jobs.private_cluster import ClusterStartError, PrivateCluster, processes_with
+from jobs.keeper import processes_with
+from jobs.private_cluster import ClusterStartError, PrivateCluster
 
 ROOT = Path(__file__).resolve().parents[2]
 SMALL = 128 * 1024**2
@@ -158,9 +158,44 @@ def test_cluster_ends_with_its_owner() -> None:
         for process in left:
             process.kill()
         assert left == [], ending
-        # After SIGKILL nobody is left to remove the folder.
-        assert folder.exists() == (ending == signal.SIGKILL)
-        shutil.rmtree(folder, ignore_errors=True)
+        assert not folder.exists(), ending
+
+
+# A cluster with something that looks like a job, which takes a second to save.
+JOB = """
+import signal, sys, time
+def save(*_):
+    time.sleep(1)
+    open(sys.argv[1], "w").write("saved")
+    sys.exit(0)
+signal.signal(signal.SIGTERM, save)
+print("ready", flush=True)
+time.sleep(600)
+"""
+LAUNCHER = """
+import os, signal, subprocess, sys
+from jobs.private_cluster import PrivateCluster
+with PrivateCluster(num_cpus=1, object_store_memory=2**27) as cluster:
+    environment = {**cluster.env(), "RAY_JOB_CONFIG_JSON_ENV_VAR": "{}"}
+    job = subprocess.Popen([sys.executable, "-c", *sys.argv[1:]], env=environment, stdout=subprocess.PIPE)
+    job.stdout.readline()
+    print(cluster.logs_dir.parents[2], job.pid, *cluster.pids, flush=True)
+    os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def test_jobs_of_a_launcher_that_was_killed_save_before_the_cluster_ends(tmp_path: Path) -> None:
+    saved = tmp_path / "saved"
+    command = [sys.executable, "-c", LAUNCHER, JOB, str(saved)]
+    launcher = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False, timeout=90)
+    assert launcher.returncode == -signal.SIGKILL, launcher.stderr
+    folder, *pids = launcher.stdout.split()
+    processes = [psutil.Process(int(pid)) for pid in pids if psutil.pid_exists(int(pid))]
+    _, left = psutil.wait_procs(processes, timeout=30)
+    for process in left:
+        process.kill()
+    assert left == [] and saved.read_text() == "saved"
+    assert not Path(folder).exists()
 
 
 @pytest.mark.parametrize("delay_s", [0.3, 1.5], ids=["at-once", "half-way"])

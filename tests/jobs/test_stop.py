@@ -8,20 +8,23 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import AsyncMock
 
 import pytest
 import yaml
 
-from jobs import colocate, colocate_lowlevel, driver, train
+from jobs import colocate, colocate_lowlevel, driver, evaluate, train
 from jobs.arguments import config_of, parser
 from jobs.driver import Job
 from jobs.roles import Roles
+from jobs.saving import Saver
+from jobs.space import Space
 from jobs.wiring import checkpoints_of
 from raypost.checkpoint import CheckpointDir, SavePace
 from raypost.config import Config
+from raypost.config.identity import differences, run_identity
 from raypost.errors import WeightError
-from raypost.protocols import TakeStatus
-from raypost.types import ProduceBatchStatus, SyncReport
+from raypost.types import ProduceBatchStatus, SyncReport, TakeStatus
 from tests.factories import CHAIN_SUM, make_config
 from tests.jobs.job import ROOT
 
@@ -51,13 +54,16 @@ class Scene:
         self.checkpoints = CheckpointDir(folder, 2, {})
         shown = ("phase", "workers", "evaluated", "step", "finish")
         everything: Any = self
+        gang: Any = SimpleNamespace(saved=AsyncMock(), guard=lambda call: call())
         quiet: Any = SimpleNamespace(**dict.fromkeys(shown, lambda *_: None))
         self.roles = Roles(
             cfg=cfg,
             stop=self.stop,
             display=quiet,
             checkpoints=self.checkpoints,
-            pace=SavePace(cfg.checkpoint.every_s),
+            saver=Saver(
+                cfg, self.checkpoints, SavePace(cfg.checkpoint.every_s), everything, everything, gang.saved
+            ),
             trainer=everything,
             pool=everything,
             broadcaster=everything,
@@ -65,12 +71,15 @@ class Scene:
             producer=everything,
             evaluator=everything,
             telemetry=everything,
+            gang=gang,
+            space=Space(folder, 0, lambda _: None, AsyncMock()),
         )
 
     @asynccontextmanager
     async def spawn(self, cfg: Config, stop: asyncio.Event) -> AsyncIterator[Roles]:
         yield self.roles
         await self.roles.evaluated()
+        await self.roles.saved()
         await self.roles.finish("finished", None)
 
     async def _turn(self, name: str) -> None:
@@ -135,9 +144,15 @@ class Scene:
         await self._turn("check")
         return synced(version)
 
-    async def save(self, folder: object, *_: object) -> None:
+    async def snapshot(self, *_: object) -> None:
         assert self.ranks_awake
-        await self._turn("save")
+        await self._turn("snapshot")
+
+    async def write_snapshot(self, *_: object) -> bool:
+        await self._turn("write")
+        return True
+
+    write_saved = write_snapshot
 
     async def evaluate(self, step: int) -> dict[str, float]:
         assert not (self.colocated and self.ranks_awake), "ranks are on the device"
@@ -146,18 +161,68 @@ class Scene:
         return {"held_out": 0.5}
 
 
+async def saved(scene: Scene, step: int) -> None:
+    await scene.roles.save(step)
+    await scene.roles.saved()
+
+
 def test_checkpoint_is_due_by_time_and_stays_so_for_its_step(tmp_path: Path) -> None:
     cfg = make_config(runs_dir=str(tmp_path), train={"num_steps": 9, "batch_size": 1})
     scene, clock = Scene(cfg, tmp_path / "checkpoints", None), [0.0]
-    scene.roles.pace = SavePace(60.0, lambda: clock[0])
+    scene.roles.saver.pace = SavePace(60.0, lambda: clock[0])
     assert not scene.roles.save_due(1) and scene.roles.swaps(1)
     clock[0] = 60.0
     assert not scene.roles.save_due(1), "production was not paused for it"
     assert scene.roles.save_due(2) and not scene.roles.swaps(2)
-    asyncio.run(scene.roles.save(2))
+    asyncio.run(saved(scene, 2))
     assert (tmp_path / "checkpoints" / "step-2").is_dir() and not scene.roles.save_due(3)
     scene.stop.set()
     assert scene.roles.save_due(3)
+
+
+def test_options_of_checkpoints_are_settings_that_say_which_run_it_is(tmp_path: Path) -> None:
+    argv = [
+        "--config",
+        str(ROOT / "jobs/recipes/quickstart.yaml"),
+        "--name",
+        "x",
+        "--runs-dir",
+        str(tmp_path),
+    ]
+    plain = config_of(parser(None).parse_intermixed_args(argv))
+    assert plain.checkpoint.start_from is None and not plain.checkpoint.fallback
+    options = ["--from", "some/step-3", "--from-optimizer", "--fallback", "train.num_steps=9"]
+    cfg = config_of(parser(None).parse_intermixed_args([*argv, *options]))
+    assert cfg.checkpoint.start_from == Path("some/step-3").absolute()
+    assert cfg.checkpoint.start_optimizer and cfg.checkpoint.fallback and cfg.train.num_steps == 9
+    [*different] = differences(run_identity(plain), run_identity(cfg))
+    assert [line.partition(":")[0] for line in different] == [
+        "checkpoint.start_from", "checkpoint.start_optimizer"]  # fmt: skip
+
+
+@pytest.mark.parametrize("option", [["--from", "some/step-3"], ["--from-optimizer"], ["--fallback"]])
+def test_an_evaluation_takes_no_option_of_training_that_it_would_not_heed(
+    option: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    argv = ["--config", str(ROOT / "jobs/recipes/quickstart.yaml")]
+    with pytest.raises(SystemExit) as ended:
+        evaluate.main([*argv, *option])
+    assert ended.value.code == 2 and f"unrecognized arguments: {option[0]}" in capsys.readouterr().err
+
+
+def test_a_start_that_is_damaged_is_refused_before_anything_starts(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    other = CheckpointDir(tmp_path / "other", 2, {})
+    (other.begin(3) / "trainer.json").write_text("{}")
+    file = other.commit(3) / "trainer.json"
+    file.write_text("[]")
+    recipe = str(ROOT / "jobs/recipes/quickstart.yaml")
+    argv = ["--config", recipe, "--name", "new", "--runs-dir", str(tmp_path / "runs"), "--from"]
+    for start, words in ((file.parent, "trainer.json is"), (tmp_path, "manifest.json cannot be read")):
+        assert driver.main(train.train, [*argv, str(start)]) == driver.EXIT_REFUSED
+        assert words in capsys.readouterr().err
+    assert not (tmp_path / "runs").exists()
 
 
 def test_damaged_checkpoint_is_refused_before_anything_starts_or_left_out_if_asked(
@@ -170,9 +235,9 @@ def test_damaged_checkpoint_is_refused_before_anything_starts_or_left_out_if_ask
     (cfg.run_dir / "config.yaml").write_text(yaml.safe_dump(cfg.model_dump(mode="json")))
     checkpoints = checkpoints_of(cfg)
     for step in (3, 5):
-        (checkpoints.begin(step) / "shard").write_text("weights")
+        (checkpoints.begin(step) / "shard.json").write_text("1")
         checkpoints.commit(step)
-    (cfg.run_dir / "checkpoints" / "step-5" / "shard").write_text("weighty")
+    (cfg.run_dir / "checkpoints" / "step-5" / "shard.json").write_text("12")
 
     def connect(cfg: Config) -> None:
         raise ConnectionError("there is no cluster")
@@ -180,7 +245,7 @@ def test_damaged_checkpoint_is_refused_before_anything_starts_or_left_out_if_ask
     monkeypatch.setattr(driver, "connect", connect)
     assert driver.main(train.train, argv) == driver.EXIT_REFUSED
     said = capsys.readouterr().err
-    assert "step-5/shard is" in said and "checkpoint.fallback=true" in said and "no cluster" not in said
+    assert "step-5/shard.json is" in said and "checkpoint.fallback=true" in said and "no cluster" not in said
     assert driver.main(train.train, [*argv, "checkpoint.fallback=true"]) == driver.EXIT_REFUSED
     assert "there is no cluster" in capsys.readouterr().err
     assert checkpoints.latest() == (3, cfg.run_dir / "checkpoints" / "step-3")
@@ -214,7 +279,7 @@ def test_production_is_paused_for_what_was_prepared_and_not_for_a_publication_th
 
 
 class SlowScene(Scene):
-    """The record of a step takes until its publication began."""
+    """The account and the record of a step take until its publication began."""
 
     def __init__(self, cfg: Config, folder: Path) -> None:
         super().__init__(cfg, folder, None)
@@ -224,13 +289,19 @@ class SlowScene(Scene):
         self.preparing.set()
         await self._turn("prepare")
 
+    async def acknowledge(self, step: int, left_out: object = None) -> None:
+        await self.preparing.wait()
+        await self._turn("acknowledge")
+
     async def log(self, step: int, record: object) -> None:
         await self.preparing.wait()
         self.preparing.clear()
         await self._turn("log")
 
 
-def test_no_record_is_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_version_is_prepared_while_its_step_is_accounted_for_and_recorded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     cfg = make_config(
         runs_dir=str(tmp_path), train={"num_steps": STEPS, "batch_size": 1}, eval={"num_prompts": 0}
     )
@@ -259,7 +330,7 @@ def test_sync_that_is_due_alone_is_one_call_and_what_else_is_due_pauses_producti
     asyncio.run(asyncio.wait_for(train.train(cfg, scene.stop), 20))
     calls = ("fit", "prepare", "swap", "pause", "save", "resume")
     order = [call for call in scene.calls if call in calls]
-    saved = ["fit", "prepare", "pause", "pause", "save", "save"]
+    saved = ["fit", "prepare", "pause", "pause", "save"]
     assert order == ["resume", "fit", "prepare", "swap", *saved, "resume", "fit", "prepare", "swap", *saved]
 
 

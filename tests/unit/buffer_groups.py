@@ -8,9 +8,8 @@ from typing import Any, TypeVar
 import numpy as np
 
 from raypost.buffer.replay_buffer import ReplayBuffer
-from raypost.packed import PackedGroups, arrays_of, pack_groups, unpack_groups
-from raypost.protocols import PutResult
-from raypost.types import Group, RolloutState, SampleParams, Status
+from raypost.types import Group, PutResult, RolloutState, SampleParams, Status
+from raypost.types.packed import PackedGroups, arrays_of, pack_groups, unpack_groups
 
 T = TypeVar("T")
 

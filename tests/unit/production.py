@@ -7,28 +7,29 @@ the next timer, so a test that waits an hour takes no time, and a deadlock is an
 from __future__ import annotations
 
 import asyncio
+import functools
 import math
 import selectors
-from collections.abc import AsyncIterator, Callable, Coroutine, Generator
+from collections.abc import AsyncIterator, Callable, Coroutine, Generator, Sequence
 from contextlib import asynccontextmanager
 from typing import Any, TypeVar
 
 import numpy as np
 
+from raypost.buffer.journal import BufferJournal
 from raypost.buffer.replay_buffer import ReplayBuffer
-from raypost.config import JudgeConfig, SourceConfig, StrategyConfig, TaskConfig
+from raypost.config import AgentLoopConfig, JudgeConfig, SourceConfig, StrategyConfig, TaskConfig
 from raypost.data.sampler import Sampler
 from raypost.errors import NoWorkersError, StaleWeightsError
 from raypost.ledger.ledger import Ledger
-from raypost.packed import PackedGroups
-from raypost.pause import PauseMode
 from raypost.production.allocation import Allocation, WeightFunction
 from raypost.production.pending import PendingSet
 from raypost.production.producer import Producer, TaskRuntime
 from raypost.production.progress import ProduceProgress
 from raypost.production.strategy import AsyncProduceStrategy, build_strategy
-from raypost.protocols import BufferBounds, Lease, TakeStatus
-from raypost.types import Group, RolloutState, SampleParams, Status
+from raypost.types import BufferBounds, Group, GroupKey, Lease, RolloutState, SampleParams, Status, TakeStatus
+from raypost.types.packed import PackedGroups
+from raypost.types.pause import PauseMode
 from tests.unit.prompts import STOP, Numbers, encode
 
 T = TypeVar("T")
@@ -50,16 +51,30 @@ class _JumpSelector(selectors.DefaultSelector):
 
 
 class VirtualClockLoop(asyncio.SelectorEventLoop):
-    """An event loop that never sleeps."""
+    """An event loop that never sleeps, and that does the same each time.
+
+    It holds its tasks: asyncio does not, so one that waits for ever would end when the garbage collector comes by.
+    """
 
     def __init__(self) -> None:
         self.now = 0.0
+        self.alive: dict[asyncio.Task[Any], None] = {}
+        """Tasks that have not ended, in the order in which they began."""
         selector = _JumpSelector()
         selector.loop = self
         super().__init__(selector)
 
     def time(self) -> float:
         return self.now
+
+    def create_task(self, *args: Any, **options: Any) -> asyncio.Task[Any]:
+        task = super().create_task(*args, **options)
+        self.alive[task] = None
+        task.add_done_callback(self._forget)
+        return task
+
+    def _forget(self, task: asyncio.Task[Any]) -> None:
+        del self.alive[task]
 
 
 def virtual(main: Coroutine[Any, Any, T]) -> T:
@@ -96,6 +111,7 @@ class Pool:
         self.member: Callable[[RolloutState], str | None] = lambda state: None
         self.started: list[int] = []
         self.interrupts = 0
+        self.forgotten: list[GroupKey] = []
 
     async def pause(self, mode: PauseMode = "abort") -> None:
         self.pauses += 1
@@ -124,6 +140,9 @@ class Pool:
 
     async def interrupt(self) -> None:
         self.interrupts += 1
+
+    async def forget(self, keys: Sequence[GroupKey]) -> None:
+        self.forgotten += keys
 
     async def run(self, group: Group) -> Group:
         self.started.append(group.group_id)
@@ -196,6 +215,74 @@ class SlowBuffer:
         return call
 
 
+class Killed(BaseException):
+    """A call that ends since its process was killed."""
+
+
+class Mortal:
+    """A process that is killed after so many of its calls; what it called then was carried out, or was not.
+
+    Nothing that it does afterwards is heard of: its calls never return, and its journal stays as it was.
+    """
+
+    def __init__(self, calls: int | None = None, *, carried_out: bool = False) -> None:
+        self.calls, self.carried_out = calls, carried_out
+        self.died = asyncio.Event()
+        self.journal: list[Ledger] = []
+
+    def kill(self) -> None:
+        self.died.set()
+        for ledger in self.journal:
+            ledger._journal = ledger._closed = None
+
+    def _is_last(self) -> bool:
+        if self.calls is None:
+            return False
+        self.calls -= 1
+        return self.calls < 0
+
+    async def call(self, method: Callable[..., Coroutine[Any, Any, Any]], *args: Any) -> Any:
+        if not self.died.is_set():
+            if not self._is_last():
+                answer = await method(*args)
+                if not self.died.is_set():
+                    return answer
+            else:
+                if self.carried_out:
+                    await method(*args)
+                self.kill()
+        await asyncio.Event().wait()
+
+    def of(self, role: Any) -> Any:
+        """Return the role as the process calls it."""
+        return _Called(self, role)
+
+    def writes(self, ledger: Ledger) -> None:
+        """Have the process die while it writes its journal too."""
+        self.journal.append(ledger)
+        flush = ledger.flush
+
+        def flushed() -> None:
+            if self.died.is_set():
+                raise Killed
+            last = self._is_last()
+            if not last or self.carried_out:
+                flush()
+            if last:
+                self.kill()
+                raise Killed
+
+        ledger.flush = flushed  # type: ignore[method-assign]
+
+
+class _Called:
+    def __init__(self, mortal: Mortal, role: Any) -> None:
+        self._mortal, self._role = mortal, role
+
+    def __getattr__(self, method: str) -> Callable[..., Coroutine[Any, Any, Any]]:
+        return functools.partial(self._mortal.call, getattr(self._role, method))
+
+
 class Sealed:
     """A batch that must not be opened: neither awaited nor looked at."""
 
@@ -220,6 +307,7 @@ def task_config(
     weight: float = 1.0,
     weight_schedule: dict[int, float] | None = None,
     group_size: int = 2,
+    agent_loop: AgentLoopConfig | None = None,
     **strategy: Any,
 ) -> TaskConfig:
     # Off unless a test asks for it: a group that expires is dropped, and so is one that fails.
@@ -232,6 +320,7 @@ def task_config(
         group_size=group_size,
         source=SourceConfig(kind="jsonl", dataset="numbers"),
         judge=JudgeConfig(kind="exact"),
+        agent_loop=agent_loop or AgentLoopConfig(),
         strategy=StrategyConfig(**strategy),
     )
 
@@ -247,6 +336,7 @@ class World:
         pause_timeout_s: float = 60.0,
         size: int = 50,
         ledger: Ledger | None = None,
+        journal: BufferJournal | None = None,
         pool: Pool | None = None,
         is_valid: Callable[[Group], bool] | None = None,
         should_continue: Callable[[int, int], bool] | None = None,
@@ -256,6 +346,8 @@ class World:
         weights: WeightFunction | None = None,
         take_timeout_s: float = 3600.0,
         num_slots: int | None = None,
+        buffer: ReplayBuffer | None = None,
+        mortal: Mortal | None = None,
     ) -> None:
         loop = asyncio.get_running_loop()
         configs = tasks or (task_config(),)
@@ -264,19 +356,23 @@ class World:
             one.name: build_strategy(one.strategy, interval, is_valid, should_continue) for one in configs
         }
         limits = {name: one.limits for name, one in self.strategies.items()}
-        self.buffer = ReplayBuffer(limits, bounds or BufferBounds())
-        buffer: Any = SlowBuffer(self.buffer, buffer_call_s) if buffer_call_s else self.buffer
+        self.buffer = buffer or ReplayBuffer(limits, bounds or BufferBounds(), journal)
+        called: Any = SlowBuffer(self.buffer, buffer_call_s) if buffer_call_s else self.buffer
         if sealed:
-            buffer = SealedBuffer(self.buffer, 0.0)
+            called = SealedBuffer(self.buffer, 0.0)
         self.ledger = ledger or Ledger()
+        control: Any = self.pool
+        if mortal is not None:
+            called, control = mortal.of(called), mortal.of(control)
+            mortal.writes(self.ledger)
         self.samplers = {one.name: Sampler(one, Numbers(size), encode, (STOP,), 0) for one in configs}
         runtimes = [
             TaskRuntime(one, self.samplers[one.name], self.pool, self.strategies[one.name]) for one in configs
         ]
         self.producer = Producer(
             runtimes,
-            buffer,
-            self.pool,
+            called,
+            control,
             self.ledger,
             Allocation(configs, batch_size, weights),
             pause_timeout_s=pause_timeout_s,

@@ -10,13 +10,8 @@ from typing import Any
 import numpy as np
 
 from raypost.agent_loop.environment import EnvironmentAgentLoop, Observation
-from raypost.packed import pack_groups, unpack_groups
-from raypost.types import (
-    Group,
-    IntArray,
-    RolloutState,
-    SampleParams,
-)
+from raypost.types import Group, IntArray, RolloutState, SampleParams
+from raypost.types.packed import pack_groups, unpack_groups
 from tests.unit.production import virtual
 from tests.unit.prompts import STOP
 from tests.unit.scripted_generator import ScriptedGenerator, decode
@@ -33,6 +28,7 @@ class AnswersInTurn(ScriptedGenerator):
 class Echo:
     """Observes 60 and the number of the turn; done after `turns`; reward 1 a turn. A plain environment."""
 
+    deterministic = True
     turns = 3
     reset_text = ""
     seconds = 0.0

@@ -390,3 +390,86 @@ def test_no_groups_have_no_advantages() -> None:
             Scored(np.empty(0), np.empty(0, int), [], values_M=np.empty(0)), config(kind)
         )
         assert got.advantages_M.shape == (0,)
+
+
+# ---------------------------------------------------------------- credit by turn
+
+COMPARED = ["grpo", "dr_grpo", "rloo", "opo", "mc", "reinforce_pp_baseline"]
+
+
+def of_turns(rewards: Sequence[Sequence[float]], extra: Sequence[float], tokens: int = 2) -> Scored:
+    """One group: the turns' rewards of each member, and what a judge adds; each turn has so many tokens."""
+    return Scored(
+        np.asarray([math.fsum(own) + more for own, more in zip(rewards, extra, strict=True)]),
+        np.asarray([tokens * len(own) for own in rewards]),
+        [len(rewards)],
+        turns_M=np.concatenate([np.repeat(np.arange(len(own)), tokens) for own in rewards]),
+        turn_rewards_N=[np.asarray(own) for own in rewards],
+    )
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    kind=st.sampled_from(COMPARED),
+    final=GROUP,
+    turns=st.integers(1, 5),
+    tokens=st.integers(1, 3),
+    judged=st.booleans(),
+)
+def test_by_turn_is_by_outcome_where_the_only_reward_is_at_the_end_and_all_have_as_many_turns(
+    kind: str, final: Any, turns: int, tokens: int, judged: bool
+) -> None:
+    own = [[0.0] * (turns - 1) + [0.0 if judged else r] for r in final]
+    scored = of_turns(own, final if judged else [0.0] * len(final), tokens)
+    close(
+        compute_advantages(scored, config(kind, credit="turn")).advantages_M,
+        compute_advantages(scored, config(kind)).advantages_M,
+    )
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    rewards=st.lists(st.lists(REWARD, min_size=1, max_size=4), min_size=2, max_size=5),
+    discount=st.sampled_from([1.0, 0.5]),
+    data=st.data(),
+)
+def test_a_turn_is_compared_by_its_reward_to_go_among_the_members_that_reached_it(
+    rewards: Any, discount: float, data: st.DataObject
+) -> None:
+    extra = data.draw(st.lists(REWARD, min_size=len(rewards), max_size=len(rewards)))
+    got = compute_advantages(
+        of_turns(rewards, extra), config("dr_grpo", credit="turn", turn_discount=discount)
+    ).advantages_M
+    whole = [[*own[:-1], own[-1] + more] for own, more in zip(rewards, extra, strict=True)]
+    to_go = [
+        [sum(discount ** (k - t) * own[k] for k in range(t, len(own))) for t in range(len(own))]
+        for own in whole
+    ]
+    expected = []
+    for own in to_go:
+        for t, value in enumerate(own):
+            reached = [other[t] for other in to_go if len(other) > t]
+            expected += [value - mean(reached) if len(reached) > 1 else 0.0] * 2
+    close(got, expected)
+
+
+def test_the_turns_of_a_session_follow_one_another_over_its_trajectories() -> None:
+    """Member a has two trajectories of a turn each, b one of two turns: the same to whoever compares them."""
+    scored = Scored(
+        np.asarray([3.0, 3.0, 1.0]),
+        np.asarray([1, 1, 2]),
+        [3],
+        sessions_N=["a", "a", "b"],
+        turns_M=np.asarray([0, 1, 0, 1]),
+        turn_rewards_N=[np.asarray([2.0]), np.asarray([2.0, 1.0]), np.asarray([0.0, 1.0])],
+    )
+    got = compute_advantages(scored, config("dr_grpo", credit="turn")).advantages_M
+    assert got.tolist() == [1.0, 0.0, -1.0, 0.0]
+
+
+def test_kinds_that_compare_nothing_have_no_credit_by_turn() -> None:
+    for kind in ("gae", "reinforce_pp"):
+        with pytest.raises(ValueError, match="compares none"):
+            config(kind, credit="turn")
+    with pytest.raises(ValueError, match="set credit to 'turn'"):
+        config("grpo", turn_discount=0.5)

@@ -13,14 +13,8 @@ from raypost.agent_loop.single_turn import SingleTurnAgentLoop
 from raypost.config import RolloutConfig, load_config
 from raypost.data.sampler import Sampler
 from raypost.errors import JudgeError, NoWorkersError, WaitTimeoutError
-from raypost.pause import PauseDeadlines
-from raypost.types import (
-    EVALUATION_PRIORITY,
-    GenerateRequest,
-    GenerateResult,
-    Group,
-    Status,
-)
+from raypost.types import EVALUATION_PRIORITY, GenerateRequest, GenerateResult, Group, Status
+from raypost.types.pause import PauseDeadlines
 from tests.unit.production import state, virtual
 from tests.unit.prompts import STOP, Numbers, encode
 from tests.unit.scripted_generator import (
@@ -306,6 +300,50 @@ def test_judging_that_ends_within_the_grace_period_counts() -> None:
         await asyncio.sleep(1)
         await loop.interrupt()
         assert (await running).status is Status.COMPLETED
+
+    virtual(main())
+
+
+@pytest.mark.parametrize(
+    ("retries", "tokens", "stops", "seconds"),
+    [
+        (0, 0, False, 0),
+        (1, 0, False, 0.5),
+        (2, 0, False, 1),
+        (3, 2, True, 2),
+        (99, 0, False, 8),
+        (1, 2, False, 0),
+    ],
+)
+def test_what_failed_is_played_again_after_a_wait_that_doubles_up_to_a_bound(
+    retries: int, tokens: int, stops: bool, seconds: float
+) -> None:
+    async def main() -> None:
+        again = state([0] * tokens, status=Status.ABORTED, max_tokens=16)
+        again.num_retries, again.finish_reason = retries, "stop" if stops else "abort"
+        engine = ScriptedGenerator(lambda _: result([STOP], "stop"))
+        done = await SingleTurnAgentLoop(engine, Scorer(), decode).run(of(again))
+        assert done.status is Status.COMPLETED
+        assert asyncio.get_running_loop().time() == pytest.approx(seconds)
+
+    virtual(main())
+
+
+def test_a_pause_ends_the_wait_and_the_judge_is_asked_again_after_it() -> None:
+    async def main() -> None:
+        again = state([1, 1], status=Status.ABORTED, max_tokens=16)
+        again.num_retries, again.finish_reason = 9, "stop"
+        engine, judge = ScriptedGenerator(lambda _: result([STOP], "stop")), Scorer()
+        no_grace = RolloutConfig(pause_timeout_s=24)
+        loop = SingleTurnAgentLoop(engine, judge, decode, rollout=no_grace, strategy=NOT_PARTIAL)
+        running = asyncio.create_task(loop.run(of(again)))
+        await asyncio.sleep(1)
+        await loop.interrupt()
+        one = await running
+        assert asyncio.get_running_loop().time() == pytest.approx(2)
+        assert (one.status, one.num_tokens, judge.calls) == (Status.ABORTED, 2, [])
+        assert (await loop.run(one)).status is Status.COMPLETED
+        assert (engine.requests, len(judge.calls)) == ([], 1)
 
     virtual(main())
 

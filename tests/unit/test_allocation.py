@@ -1,4 +1,4 @@
-"""The split of a batch over tasks (N11, N12), and weights that change."""
+"""The split of a batch over tasks (N11, N12), weights that change, and room in the engines."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 
 from raypost.errors import ConfigError
 from raypost.production.allocation import Allocation, allocate
+from raypost.production.slots import EngineSlots
 from tests.unit.production import task_config
 
 
@@ -74,3 +75,22 @@ def test_weights_a_batch_cannot_be_split_by_are_refused_with_the_step(answer: di
     allocation = Allocation([task_config("a"), task_config("b")], 4, lambda step, weights: answer)
     with pytest.raises(ConfigError, match="step 3"):
         allocation(3)
+
+
+# ---------------------------------------------------------------- room in the engines
+
+
+def test_a_group_takes_as_many_slots_as_its_members_are_long_beside_the_longest() -> None:
+    slots = EngineSlots(23, {"sums": 4})  # and a quarter more that wait in the engines: 28.75
+    assert slots.room("sums", {}) == 15, "half of four, before anything is known"
+    slots.observe("sums", [0, 0])
+    assert slots.room("sums", {}) == 15, "nothing was generated: nothing is learned"
+    for _ in range(300):
+        slots.observe("sums", [5, 10])
+    assert slots.room("sums", {}) == 10 and slots.room("sums", {"sums": 4}) == 6, "three of four"
+    slots.resize(8)
+    assert slots.room("sums", {"sums": 4}) == 0
+
+
+def test_engines_without_a_number_of_slots_have_room_without_bound() -> None:
+    assert EngineSlots(None, {"sums": 4}).room("sums", {"sums": 1000}) is None

@@ -2,22 +2,25 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
+import pickle
 import resource
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-import raypost.buffer.journal as module
+import raypost.buffer.journal_files as module
 from raypost.buffer.encoding import equal_plain
 from raypost.buffer.journal import BufferJournal
 from raypost.buffer.replay_buffer import ReplayBuffer
-from raypost.errors import CheckpointError, LedgerError
-from raypost.protocols import BufferBounds, TaskLimits
-from raypost.types import Status
+from raypost.errors import BufferCutError, CheckpointError, LedgerError
+from raypost.types import BufferBounds, OpenLease, Status, TaskLimits
+from raypost.types.packed import pack_groups, unpack_groups
 from tests.unit.buffer_groups import counts, group, ids, lease_ids, now, only, put, same_bytes
 
 LIMITS = {"default": TaskLimits(2, retry=True), "other": TaskLimits(1)}
@@ -26,7 +29,7 @@ LIMITS = {"default": TaskLimits(2, retry=True), "other": TaskLimits(1)}
 class Host:
     """Buffers over one folder, one after the other, as an actor that is restarted has them."""
 
-    def __init__(self, folder: Path, **options: int) -> None:
+    def __init__(self, folder: Path, **options: Any) -> None:
         self.folder, self.options = folder, options
         self.start()
 
@@ -84,28 +87,25 @@ def test_everything_is_as_it_was_after_a_death(host: Host) -> None:
     assert lease is not None and again is not None and same_bytes(lease.batch, again.batch)
     assert len(report) == 2 and now(host.buffer.refresh(3, 8)) == report
     assert ids(now(host.buffer.pop("default", [Status.ABORTED], 2, 3))) == [5]
-    assert now(host.buffer.reclaim()) == (("default", 5),)
+    contents = now(host.buffer.reclaim(9))
+    assert ("default", 5) in contents.groups and contents.leases[2].keys == lease.keys
     host.restart()
-    assert now(host.buffer.reclaim()) == (("default", 5),)
-    assert ids(now(host.buffer.pop("default", [Status.ABORTED], 9, 1))) == [5, 6]
+    assert now(host.buffer.reclaim(9)) == contents
+    assert ids(now(host.buffer.pop("default", [Status.ABORTED], 9, 10))) == [5, 6]
 
 
-def test_claims_begin_again_after_a_reclaim_and_a_death(host: Host) -> None:
+def test_a_former_holder_is_refused_after_a_death_too(host: Host) -> None:
     put(host.buffer, group(0, [0], status=Status.ABORTED))
     now(host.buffer.pop("default", [Status.ABORTED], 1, 5))
-    now(host.buffer.reclaim())
+    now(host.buffer.reclaim(100))
     host.restart()
-    assert ids(now(host.buffer.pop("default", [Status.ABORTED], 1, 1))) == [0]
-
-
-def test_claims_begin_again_after_a_reclaim_that_had_nothing_to_take_back(host: Host) -> None:
-    put(host.buffer, group(0, [0], status=Status.ABORTED))
-    assert ids(now(host.buffer.pop("default", [Status.ABORTED], 1, 1))) == [0]
-    now(host.buffer.drop([("default", 0)]))
-    assert now(host.buffer.reclaim()) == ()
-    host.restart()
-    put(host.buffer, group(1, [0], status=Status.ABORTED))
-    assert ids(now(host.buffer.pop("default", [Status.ABORTED], 1, 1))) == [1]
+    for rewritten in (False, True):
+        if rewritten:
+            host.journal.rewrite_log()
+            host.restart()
+        with pytest.raises(LedgerError, match="replaced"):
+            now(host.buffer.put(pack_groups([group(0, [0])]), 1, 5))
+    assert ids(now(host.buffer.pop("default", [Status.ABORTED], 1, 101))) == [0]
 
 
 def test_trained_groups_stay_trained_after_a_death(host: Host) -> None:
@@ -187,35 +187,133 @@ def test_data_without_a_record_is_ignored(host: Host) -> None:
     assert lease_ids(host.buffer, 1, default=2) == [0, 1]
 
 
-@pytest.mark.parametrize("at", [0, 5, 9, 20, 120, -1])
-def test_damaged_log_is_refused_by_name(host: Host, at: int) -> None:
+@pytest.mark.parametrize(
+    "damaged",
+    [b"", b"\0", b"\xff" * 15, b"\xff" * 9000, b"{}", pickle.dumps(print), b"folder", b"flip", b"cut"],
+)
+def test_another_attempt_begins_anew_whatever_the_folder_holds(host: Host, damaged: bytes) -> None:
+    fill(host)
+    host.die()
+    if damaged == b"flip":
+        for path in (host.log, *host.data()):
+            damage(path, 30)
+    elif damaged == b"cut":
+        os.truncate(host.log, host.log.stat().st_size // 2)
+    elif damaged == b"folder":
+        for path in (host.log, *host.data()):
+            path.unlink()
+            (path / "below").mkdir(parents=True)
+    else:
+        host.log.write_bytes(damaged)
+        host.data()[0].write_bytes(damaged)
+    host.start("second")
+    assert not host.journal.recovered and counts(host.buffer) == {}
+    put(host.buffer, group(0, [0]))
+    host.die()
+    host.start("second")
+    assert counts(host.buffer) == {Status.COMPLETED: 1}
+
+
+class Evil:
+    """Makes a folder where it is unpickled."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def __reduce__(self) -> Any:
+        return os.mkdir, (str(self.folder),)
+
+
+@pytest.mark.parametrize("attempt", ["first", "second"])
+@pytest.mark.parametrize("name", ["log", "data-00000001", "spare", "lock"])
+def test_a_hostile_pickle_in_any_file_of_the_journal_runs_nothing(
+    host: Host, tmp_path: Path, name: str, attempt: str
+) -> None:
+    fill(host)
+    host.die()
+    (host.folder / name).write_bytes(pickle.dumps(Evil(tmp_path / "was-here")))
+    with contextlib.suppress(CheckpointError):
+        host.start(attempt)
+        for one in host.buffer.state.groups:
+            unpack_groups(host.buffer.groups.view(one))
+    assert not (tmp_path / "was-here").exists()
+
+
+@pytest.mark.parametrize("at", [120, 300, -1])
+def test_a_log_is_cut_at_its_damage_and_the_buffer_answers_once_it_is_mended(host: Host, at: int) -> None:
     for n in range(3):
         put(host.buffer, group(n, [0]))
     host.die()
     damage(host.log, at)
-    with pytest.raises(CheckpointError, match="log"):
+    for _ in range(2):  # it dies again before it was mended
         host.start()
+        with pytest.raises(BufferCutError, match=r"log, and \d+ bytes from there on are lost"):
+            put(host.buffer, group(3, [0]))
+        for asked in (
+            host.buffer.refresh(1),
+            host.buffer.pop("default", (Status.COMPLETED,), 1, 1),
+            host.buffer.lease(1, {"default": 1}),
+            host.buffer.acknowledge(1),
+            host.buffer.counts(),
+            host.buffer.state_dict(),
+        ):
+            with pytest.raises(BufferCutError):
+                now(asked)
+        host.die()
+    host.start()
+    contents = now(host.buffer.reclaim(9))
+    assert len(contents.groups) < 3 and "log" in contents.cut
+    refuses(host, LedgerError, "replaced", claim=8)
+    mended = now(host.buffer.mend(9, [("default", 0), ("default", 1)], {}, 0))
+    assert set(mended.groups) == set(contents.groups) & {("default", 0), ("default", 1)}
+    assert now(host.buffer.mend(9, [], {}, 0)) == mended, "repeated, it changes nothing"
+    host.restart()
+    put(host.buffer, group(2, [0]))
+    assert counts(host.buffer) == {Status.COMPLETED: len(mended.groups) + 1}
 
 
-@pytest.mark.parametrize("at", [0, 100, -60])
-def test_damaged_data_is_refused_by_name(host: Host, at: int) -> None:
-    put(host.buffer, group(0, [0] * 20))
+def refuses(host: Host, error: type[Exception], words: str, *, claim: int) -> None:
+    with pytest.raises(error, match=words):
+        now(host.buffer.mend(claim, [], {}, 0))
+
+
+@pytest.mark.parametrize("at", [0, 100, -60, None])
+def test_groups_whose_data_is_damaged_are_gone_and_the_others_stay(host: Host, at: int | None) -> None:
+    put(host.buffer, group(0, [0] * 20), group(1, [0] * 20))
+    lease_ids(host.buffer, 1, default=1)
+    host.restart()  # so that the next groups are in another file
+    put(host.buffer, group(2, [0] * 20), group(3, [0] * 20))
     host.die()
-    damage(host.data()[-1], at)
-    with pytest.raises(CheckpointError, match=r"data-0.*damaged"):
-        host.start()
+    if at is None:
+        host.data()[0].unlink()
+    else:
+        damage(host.data()[0], at)
+    host.start()
+    contents = now(host.buffer.reclaim(9))
+    assert set(contents.groups) == {("default", 2), ("default", 3)} and contents.leases == {}
+    assert "data-00000001" in contents.cut
+    now(host.buffer.mend(9, contents.groups, {}, 0))
+    assert lease_ids(host.buffer, 1, default=2) == [2, 3]
 
 
-def test_missing_or_short_data_is_refused(host: Host) -> None:
-    put(host.buffer, group(0, [0]))
-    host.die()
-    (path,) = host.data()
-    os.truncate(path, path.stat().st_size - 8)
-    with pytest.raises(CheckpointError, match="ends after"):
-        host.start()
-    path.unlink()
-    with pytest.raises(CheckpointError, match="No such file"):
-        host.start()
+def test_a_lease_that_was_cut_off_is_made_again_of_its_batch_or_its_groups_or_not_at_all(host: Host) -> None:
+    put(host.buffer, *(group(n, [0]) for n in range(6)))
+    batch = now(host.buffer.lease(1, {"default": 2}))
+    assert batch is not None
+    host.buffer.lose("a test says so")
+    for _ in range(2):
+        host.restart()
+        whole, part = OpenLease((("default", 2), ("default", 3)), (0, 0)), OpenLease((("default", 9),), (0,))
+        living = [("default", n) for n in range(6)]
+        other = OpenLease((("default", 4),), (0,))  # what was kept of its step is another batch
+        leases = {1: OpenLease(batch.keys, batch.staleness), 2: whole, 3: part, 4: other}
+        now(host.buffer.mend(9, living, leases, 0, {1: batch.batch, 4: batch.batch}))
+    again = now(host.buffer.lease(1, {}))
+    assert again is not None and again.keys == batch.keys and same_bytes(again.batch, batch.batch)
+    assert lease_ids(host.buffer, 2) == [2, 3] and now(host.buffer.lease(3, {})) is None
+    assert lease_ids(host.buffer, 4) == [4]
+    assert counts(host.buffer) == {Status.COMPLETED: 1, Status.ARCHIVED: 5}, "each is in one lease"
+    assert now(host.buffer.acknowledge(3)) == (*batch.keys, *whole.keys)
 
 
 def damage(path: Path, at: int) -> None:
@@ -325,7 +423,7 @@ def test_rewritten_log_says_everything(host: Host) -> None:
         "groups",
         "out",
         "claim",
-        "reclaimed",
+        "fence",
         "leases",
         "leased",
         "acknowledged",

@@ -5,8 +5,11 @@ from __future__ import annotations
 import json
 import math
 import os
+import pickle
+import re
 import shutil
 from collections.abc import Mapping
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -16,10 +19,20 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from raypost.checkpoint import BEST, LATEST, MANIFEST, SCORES, CheckpointDir, SavePace, verify_files
+from raypost.checkpoint import (
+    BEST,
+    LATEST,
+    MANIFEST,
+    SCORES,
+    CheckpointDir,
+    SavePace,
+    load_state,
+    save_state,
+    verify_files,
+)
 from raypost.errors import CheckpointError
-from raypost.packed import arrays_of, pack_groups
 from raypost.types import Group, RolloutState, SampleParams, Status
+from raypost.types.packed import arrays_of, pack_groups
 
 OURS: dict[str, str | int] = {"config": "abc", "seed": 3}
 
@@ -33,8 +46,8 @@ def make_dir(
 def write(checkpoints: CheckpointDir, step: int) -> Path:
     path = checkpoints.begin(step)
     (path / "trainer").mkdir()
-    (path / "trainer" / "shard").write_bytes(b"weights of %d" % step)
-    checkpoints.save_state(path, "producer", {"step": step})
+    (path / "trainer" / "shard.json").write_text(f"{step}0")
+    save_state(path, "producer", {"step": step})
     return checkpoints.commit(step)
 
 
@@ -51,11 +64,11 @@ def test_newest_committed_checkpoint_is_found_with_its_contents(tmp_path: Path) 
         write(checkpoints, step)
     step, path = newest(checkpoints)
     assert (step, path.name) == (10, "step-10")
-    assert (path / "trainer" / "shard").read_bytes() == b"weights of 10"
-    assert checkpoints.load_state(path, "producer") == {"step": 10}
+    assert (path / "trainer" / "shard.json").read_text() == "100"
+    assert load_state(path, "producer") == {"step": 10}
     manifest = json.loads((path / MANIFEST).read_text())
     assert manifest["fingerprint"] == OURS and set(manifest["files"]) == {
-        "trainer/shard", "producer.json", "producer.npy"}  # fmt: skip
+        "trainer/shard.json", "producer.json", "producer.npy"}  # fmt: skip
 
 
 def test_uncommitted_checkpoint_is_invisible_and_removed_by_the_next(tmp_path: Path) -> None:
@@ -162,7 +175,7 @@ def test_links_lead_to_the_newest_and_the_best_checkpoint_also_when_the_folder_m
         checkpoints.record_score(step, score)
     moved = (tmp_path / "checkpoints").rename(tmp_path / "moved")
     assert (moved / LATEST).readlink().name == "step-3" and (moved / BEST).readlink().name == "step-1"
-    assert (moved / BEST / "trainer" / "shard").read_bytes() == b"weights of 1"
+    assert (moved / BEST / "trainer" / "shard.json").read_text() == "10"
     assert CheckpointDir(moved, 2, OURS).steps() == [1, 2, 3]
     assert verify_files(moved / BEST) == 1
 
@@ -216,9 +229,9 @@ def test_commit_again_changes_nothing_and_a_step_can_be_written_anew(tmp_path: P
     checkpoints = make_dir(tmp_path)
     path = write(checkpoints, 4)
     assert checkpoints.commit(4) == path and newest(checkpoints)[0] == 4
-    (checkpoints.begin(4) / "other").write_text("new")
+    (checkpoints.begin(4) / "other.json").write_text("1")
     checkpoints.commit(4)
-    assert (newest(checkpoints)[1] / "other").read_text() == "new"
+    assert (newest(checkpoints)[1] / "other.json").read_text() == "1"
     with pytest.raises(CheckpointError, match=r"begin\(5\) comes before commit\(5\)"):
         checkpoints.commit(5)
 
@@ -227,11 +240,11 @@ def test_a_checkpoint_written_anew_is_there_before_the_old_one_is_removed(tmp_pa
     checkpoints = make_dir(tmp_path, keep=1)
     write(checkpoints, 4)
     path = checkpoints.begin(4)
-    (path / "new").write_text("")
+    (path / "new.json").write_text("1")
     with patch.object(shutil, "rmtree", side_effect=OSError("killed here")), pytest.raises(OSError):
         checkpoints.commit(4)
     step, path = newest(make_dir(tmp_path, keep=1))
-    assert step == 4 and (path / "new").exists()
+    assert step == 4 and (path / "new.json").exists()
 
 
 def test_checkpoints_by_time_take_a_twentieth_of_it_at_most() -> None:
@@ -251,15 +264,15 @@ def test_checkpoints_by_time_take_a_twentieth_of_it_at_most() -> None:
 def test_damaged_checkpoint_is_refused_by_name(tmp_path: Path, damage: str) -> None:
     checkpoints = make_dir(tmp_path)
     path = write(checkpoints, 7)
-    shard = path / "trainer" / "shard"
+    shard = path / "trainer" / "shard.json"
     if damage == "flip":
-        shard.write_bytes(b"Weights of 7")
+        shard.write_bytes(b"71")
     elif damage == "truncate":
-        shard.write_bytes(b"weights")
+        shard.write_bytes(b"7")
     elif damage == "remove":
         shard.unlink()
     elif damage == "add":
-        (path / "trainer" / "shard2").write_text("x")
+        (path / "trainer" / "shard2.json").write_text("1")
     elif damage == "manifest":
         (path / MANIFEST).write_text('{"files": {}')
     else:
@@ -275,7 +288,7 @@ def test_with_fallback_the_newest_undamaged_checkpoint_is_taken_and_the_others_a
     for step in (3, 5, 7):
         write(checkpoints, step)
     root = tmp_path / "checkpoints"
-    (root / "step-7" / "trainer" / "shard").write_bytes(b"")
+    (root / "step-7" / "trainer" / "shard.json").write_bytes(b"")
     (root / "step-5" / MANIFEST).write_text("{")
     with pytest.raises(CheckpointError, match=r"checkpoint\.fallback=true"):
         checkpoints.latest()
@@ -303,15 +316,14 @@ def test_checkpoint_of_another_run_is_refused_with_both_values(
 
 
 def test_state_comes_back_with_its_types_and_values(tmp_path: Path) -> None:
-    checkpoints = make_dir(tmp_path)
     state: dict[str, Any] = {
         "none": None, "flag": True, "big": 2**127 + 1, "float": 0.1, "text": "ü", "bytes": b"\x00\xff",
         "list": [1, [2.5, "x"], ()], "tuple": ("task", 3), "keys": {("a", 1): 2, 5: "five", Status.ABORTED: 1},
         "dollar": {"$array": 0}, "array": np.arange(6, dtype=np.int16).reshape(2, 3), "empty": np.empty(0, bool),
         "scalar": np.float32(0.5), "status": Status.EXPIRED, "params": SampleParams(max_tokens=3),
     }  # fmt: skip
-    checkpoints.save_state(tmp_path, "mixed", state)
-    back = checkpoints.load_state(tmp_path, "mixed")
+    save_state(tmp_path, "mixed", state)
+    back = load_state(tmp_path, "mixed")
     for name in ("array", "empty"):
         assert back[name].dtype == state[name].dtype and np.array_equal(back.pop(name), state.pop(name))
     assert back == state
@@ -324,8 +336,8 @@ def test_packed_groups_are_state(tmp_path: Path) -> None:
                         status=Status.ABORTED)  # fmt: skip
     made.append_segment(np.arange(2, dtype=np.int32), np.zeros(2, np.float32), np.ones(2, np.int32))
     packed = pack_groups([Group(task="t", group_id=1, states=[made])])
-    CheckpointDir.save_state(tmp_path, "buffer", {"groups": [packed]})
-    (back,) = CheckpointDir.load_state(tmp_path, "buffer")["groups"]
+    save_state(tmp_path, "buffer", {"groups": [packed]})
+    (back,) = load_state(tmp_path, "buffer")["groups"]
     assert back.tasks == packed.tasks
     for mine, theirs in zip(arrays_of(back), arrays_of(packed), strict=True):
         assert mine.dtype == theirs.dtype and np.array_equal(mine, theirs)
@@ -334,11 +346,11 @@ def test_packed_groups_are_state(tmp_path: Path) -> None:
 @pytest.mark.parametrize("thing", [object(), {1, 2}, np.asarray([object()]), lambda: 0])
 def test_what_is_not_plain_is_refused_with_its_place(tmp_path: Path, thing: object) -> None:
     with pytest.raises(CheckpointError, match=r"run\.tasks\[1\]"):
-        CheckpointDir.save_state(tmp_path, "run", {"tasks": [1, thing]})
+        save_state(tmp_path, "run", {"tasks": [1, thing]})
 
 
 def test_state_never_builds_what_is_not_a_record_of_ours(tmp_path: Path) -> None:
-    CheckpointDir.save_state(tmp_path, "evil", {})
+    save_state(tmp_path, "evil", {})
     for name in (
         "os:system",
         "raypost.checkpoint:CheckpointDir",
@@ -347,32 +359,32 @@ def test_state_never_builds_what_is_not_a_record_of_ours(tmp_path: Path) -> None
     ):
         (tmp_path / "evil.json").write_text(json.dumps({"$class": name, "fields": {}}))
         with pytest.raises(CheckpointError, match="'evil'"):
-            CheckpointDir.load_state(tmp_path, "evil")
+            load_state(tmp_path, "evil")
 
 
 @pytest.mark.parametrize(
     "text", ["", "[", '{"$array": 3}', '{"$enum": "raypost.types:Status", "value": "x"}']
 )
 def test_damaged_state_is_refused_by_name(tmp_path: Path, text: str) -> None:
-    CheckpointDir.save_state(tmp_path, "producer", {"a": np.arange(3)})
+    save_state(tmp_path, "producer", {"a": np.arange(3)})
     (tmp_path / "producer.json").write_text(text)
     with pytest.raises(CheckpointError, match="state 'producer'"):
-        CheckpointDir.load_state(tmp_path, "producer")
+        load_state(tmp_path, "producer")
 
 
 def test_state_of_the_earlier_format_is_refused_by_name(tmp_path: Path) -> None:
-    CheckpointDir.save_state(tmp_path, "producer", {"a": np.arange(3)})
+    save_state(tmp_path, "producer", {"a": np.arange(3)})
     (tmp_path / "producer.npy").rename(tmp_path / "producer.npz")
     with pytest.raises(CheckpointError, match="earlier format"):
-        CheckpointDir.load_state(tmp_path, "producer")
+        load_state(tmp_path, "producer")
 
 
 @pytest.mark.parametrize("kept", [0, 20, 130])
 def test_arrays_that_were_cut_off_are_refused(tmp_path: Path, kept: int) -> None:
-    CheckpointDir.save_state(tmp_path, "producer", {"a": np.arange(3)})
+    save_state(tmp_path, "producer", {"a": np.arange(3)})
     os.truncate(tmp_path / "producer.npy", kept)
     with pytest.raises(CheckpointError, match="state 'producer'"):
-        CheckpointDir.load_state(tmp_path, "producer")
+        load_state(tmp_path, "producer")
 
 
 def test_nonsense_arguments_are_refused(tmp_path: Path) -> None:
@@ -380,3 +392,106 @@ def test_nonsense_arguments_are_refused(tmp_path: Path) -> None:
         make_dir(tmp_path, keep=0)
     with pytest.raises(ValueError, match="step must be >= 0, got -1"):
         make_dir(tmp_path).begin(-1)
+
+
+DAMAGE: dict[str, Any] = {
+    "truncated": lambda file: os.truncate(file, file.stat().st_size // 2),
+    "emptied": lambda file: os.truncate(file, 0),
+    "one byte short": lambda file: os.truncate(file, file.stat().st_size - 1),
+    "longer": lambda file: file.write_bytes(file.read_bytes() + b"\0"),
+    "one bit": lambda file: file.write_bytes(bytes([file.read_bytes()[0] ^ 1]) + file.read_bytes()[1:]),
+    "last bit": lambda file: file.write_bytes(file.read_bytes()[:-1] + bytes([file.read_bytes()[-1] ^ 1])),
+    "zeros": lambda file: file.write_bytes(bytes(file.stat().st_size)),
+    "backwards": lambda file: file.write_bytes(file.read_bytes()[::-1]),
+    "removed": lambda file: file.unlink(),
+    "a folder": lambda file: (file.unlink(), file.mkdir()),
+    "a link to nothing": lambda file: (file.unlink(), file.symlink_to("nowhere")),
+    "a link to itself": lambda file: (file.unlink(), file.symlink_to(file.name)),
+    "renamed": lambda file: file.rename(file.with_name(f"not-{file.name}")),
+    "pickled": lambda file: file.write_bytes(pickle.dumps({"a": 1})),
+    "text": lambda file: file.write_text("[" * 100_000),
+    "binary": lambda file: file.write_bytes(b"\xff\xfe\x00" * 9),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGE)
+@pytest.mark.parametrize("name", ["trainer/shard.json", "producer.json", "producer.npy", MANIFEST])
+def test_every_damage_of_every_file_is_one_sentence_with_the_way_on(
+    tmp_path: Path, name: str, damage: str
+) -> None:
+    checkpoints = make_dir(tmp_path)
+    path = checkpoints.begin(5)
+    (path / "trainer").mkdir()
+    (path / "trainer" / "shard.json").write_text('{"weights": 7}')
+    save_state(path, "producer", {"a": np.arange(9)})
+    path = checkpoints.commit(5)
+    DAMAGE[damage](path / name)
+    with pytest.raises(CheckpointError, match=r"^[^\n]*$") as refusal:
+        checkpoints.latest()
+    assert Path(name).name in str(refusal.value)
+    assert "checkpoint.fallback=true" in str(refusal.value) and "--fallback" in str(refusal.value)
+
+
+def mended(checkpoints: CheckpointDir, path: Path, step: int) -> None:
+    """Give a checkpoint the manifest of the files that it has, as whoever can write the folder could."""
+    os.rename(path, path.with_name(f"step-{step}.tmp"))
+    checkpoints.commit(step)
+
+
+@pytest.mark.parametrize("name", ["producer.json", "producer.npy", "trainer/shard.json", "trainer/state.pt",
+                                  "optimizer", "hf/model.bin", "hf/tokenizer.py", "state.safetensors"])  # fmt: skip
+def test_a_pickle_in_any_file_with_the_manifest_mended_is_refused_and_never_run(
+    tmp_path: Path, name: str
+) -> None:
+    checkpoints = make_dir(tmp_path)
+    path, marker = write(checkpoints, 5), tmp_path / "ran"
+    (path / "hf").mkdir()
+    (path / name).write_bytes(pickle.dumps(Touches(str(marker))))
+    mended(checkpoints, path, 5)
+    with pytest.raises(CheckpointError, match=re.escape(name)):
+        checkpoints.latest()
+    with pytest.raises(CheckpointError, match="state 'producer'") if "producer" in name else nullcontext():
+        load_state(path, "producer")
+    assert not marker.exists()
+
+
+class Touches:
+    """Makes a file when it is unpickled."""
+
+    def __init__(self, path: str) -> None:
+        self.path = path
+
+    def __reduce__(self) -> tuple[object, tuple[str, str]]:
+        return open, (self.path, "w")
+
+
+def test_arrays_of_objects_and_a_checkpoint_under_another_step_are_refused(tmp_path: Path) -> None:
+    checkpoints = make_dir(tmp_path)
+    path = write(checkpoints, 5)
+    np.save(path / "producer.npy", np.asarray([{1}], object), allow_pickle=True)
+    mended(checkpoints, path, 5)
+    with pytest.raises(CheckpointError, match="arrays of Python objects"):
+        checkpoints.latest()
+    write(checkpoints, 7).rename(tmp_path / "checkpoints" / "step-9")
+    with pytest.raises(CheckpointError, match=r"manifest\.json is of step 7"):
+        checkpoints.latest()
+
+
+def test_nothing_counts_as_durable_before_it_is_committed(tmp_path: Path) -> None:
+    checkpoints = make_dir(tmp_path)
+    assert checkpoints.durable == 0
+    write(checkpoints, 4)
+    path = checkpoints.begin(6)
+    save_state(path, "producer", {})
+    assert checkpoints.durable == 4
+    with patch.object(Path, "rename", side_effect=OSError(28, "no space")), pytest.raises(OSError):
+        checkpoints.commit(6)
+    assert checkpoints.durable == 4 and newest(make_dir(tmp_path))[0] == 4
+    checkpoints.commit(6)
+    assert checkpoints.durable == 6 and newest(make_dir(tmp_path))[0] == 6
+
+
+def test_what_cannot_be_written_is_named(tmp_path: Path) -> None:
+    full = patch.object(np, "save", side_effect=OSError("12 requested and 0 written"))
+    with full, pytest.raises(OSError, match=r"12 requested and 0 written: '.*producer\.npy'"):
+        save_state(tmp_path, "producer", {"a": np.arange(3)})

@@ -12,24 +12,25 @@ from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import yaml
 from typer.testing import CliRunner, Result
 
 from raypost import cli
 from raypost.checkpoint import CheckpointDir
-from raypost.cli.submission import Submission, job_environment
+from raypost.cli.submission import Submission, dashboard_token, job_environment
 from raypost.errors import ClusterError, ConfigError
+from raypost.files.owner import owning
 from raypost.ledger.ledger import LEDGER_FILE, Ledger
-from raypost.owner import owning
 from raypost.plan.cluster import ClusterResources
 from raypost.types import GroupCounts
 from tests.factories import everything_below, plain_config
 
 ROOT = Path(__file__).resolve().parents[2]
 NODES = [
-    {"state": "ALIVE", "resources_total": {"CPU": 8.0, "node:10.0.0.1": 1.0}},
-    {"state": "DEAD", "resources_total": {"CPU": 64.0}},
+    {"node_id": "a1", "state": "ALIVE", "resources_total": {"CPU": 8.0, "node:10.0.0.1": 1.0}},
+    {"node_id": "b2", "state": "DEAD", "resources_total": {"CPU": 64.0}},
 ]
 
 
@@ -42,11 +43,12 @@ def recipe(tmp_path: Path) -> Path:
 
 
 class Dashboard(HTTPServer):
-    """Answers as Ray's dashboard does when asked for its nodes; `asked` keeps path and token of each request."""
+    """Answers as Ray's dashboard does when asked for what it has; `asked` keeps path and token of each request."""
 
     def __init__(self) -> None:
         self.asked: list[tuple[str, str | None]] = []
-        self.answer: Any = {"result": True, "data": {"result": {"total": 2, "result": NODES}}}
+        self.rows: dict[str, list[dict[str, Any]]] = {"nodes": NODES, "actors": [], "placement_groups": []}
+        self.answer: Any = None
         super().__init__(("127.0.0.1", 0), _Handler)
         self.url = f"http://127.0.0.1:{self.server_port}"
 
@@ -56,7 +58,9 @@ class _Handler(BaseHTTPRequestHandler):
 
     def do_GET(self) -> None:
         self.server.asked.append((self.path, self.headers["Authorization"]))
-        body = json.dumps(self.server.answer).encode()
+        of = self.path.split("?")[0].rpartition("/")[2]
+        answer = {"result": True, "data": {"result": {"total": 2, "result": self.server.rows[of]}}}
+        body = json.dumps(self.server.answer or answer).encode()
         self.send_response(200)
         self.send_header("Content-Length", str(len(body)))
         self.end_headers()
@@ -226,10 +230,44 @@ def test_plan_for_a_running_cluster_counts_its_living_nodes(
     monkeypatch.setenv("RAY_AUTH_TOKEN", "sesame")
     result = run("plan", "--config", recipe, "--cluster", dashboard.url, "rollout.num_workers=8")
     assert "the cluster has 8" in result.stderr
-    [(path, token)] = dashboard.asked
-    assert path.startswith("/api/v0/nodes?detail=1")
-    assert token == "Bearer sesame"
+    assert [path.split("&")[0] for path, _ in dashboard.asked] == [
+        f"/api/v0/{of}?detail=1" for of in ("nodes", "actors", "placement_groups")
+    ]
+    assert {token for _, token in dashboard.asked} == {"Bearer sesame"}
     assert "10.0.0.1" in run("plan", "--config", recipe, "--cluster", dashboard.url).stdout
+
+
+def test_plan_says_what_others_hold_of_a_running_cluster(recipe: Path, dashboard: Dashboard) -> None:
+    first = NODES[0]["node_id"]
+    dashboard.rows["actors"] = [
+        {"state": "ALIVE", "node_id": first, "required_resources": {"CPU": 3}, "placement_group_id": None},
+        {"state": "DEAD", "node_id": first, "required_resources": {"CPU": 3}, "placement_group_id": None},
+        {"state": "ALIVE", "node_id": first, "required_resources": {"CPU": 2}, "placement_group_id": "p"},
+    ]
+    bundle = {"node_id": first, "unit_resources": {"CPU": 4}}
+    dashboard.rows["placement_groups"] = [{"state": "CREATED", "bundles": [bundle]}]
+    result = run("plan", "--config", recipe, "--cluster", dashboard.url)
+    assert "needs 2 CPU, and of the cluster's 8 only 1 are free" in " ".join(result.stdout.split())
+    dashboard.rows["actors"] = []
+    assert "are free" not in run("plan", "--config", recipe, "--cluster", dashboard.url).stdout
+
+
+def test_the_users_token_file_is_sent_where_rays_own_tools_would_send_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH", "RAY_AUTH_MODE"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    (tmp_path / ".ray").mkdir()
+    (tmp_path / ".ray" / "auth_token").write_text("of-the-user\n")
+    (tmp_path / "other").write_text("of-a-file")
+    assert dashboard_token() is None
+    monkeypatch.setenv("RAY_AUTH_MODE", "token")
+    assert dashboard_token() == "of-the-user"
+    monkeypatch.setenv("RAY_AUTH_TOKEN_PATH", str(tmp_path / "other"))
+    assert dashboard_token() == "of-a-file"
+    monkeypatch.setenv("RAY_AUTH_TOKEN", "of-the-environment")
+    assert dashboard_token() == "of-the-environment"
 
 
 def test_cluster_that_does_not_answer_as_one_is_refused(dashboard: Dashboard) -> None:
@@ -271,6 +309,8 @@ def test_submit_runs_the_main_job_with_this_folder_and_an_absolute_run_folder(
     assert "--no-wait" in command[:split]
     environment = json.loads(command[command.index("--runtime-env-json") + 1])
     assert environment == {"env_vars": {"LEVEL": "info", "RAY_JOB_STOP_WAIT_TIME_S": "120"}}
+    metadata = json.loads(command[command.index("--metadata-json") + 1])
+    assert (metadata["job_name"], metadata["config"]) == ("trial", "recipe.yaml")
     runs = str(repository / "runs")
     job = ["python", "-m", "jobs.train", "--config", "recipe.yaml", "--runs-dir", runs, "seed=3"]
     assert command[split + 1 :] == job
@@ -349,16 +389,20 @@ def test_checkpoints_are_listed_with_what_each_is_worth_and_damage_is_named(tmp_
     (tmp_path / "config.yaml").write_text("")
     there = CheckpointDir(tmp_path / "checkpoints", 9, {}, keep_best=True)
     for step, held_out in ((3, 0.75), (5, 0.5), (7, None)):
-        (there.begin(step) / "shard").write_bytes(bytes(2_000_000))
+        folder = there.begin(step)
+        np.save(folder / "producer.npy", np.zeros(250_000))
+        facts = {"weights": {"w": [500, 1000]}, "dtype": "bfloat16", "zero_stage": 2, "num_workers": 2}
+        (folder / "trainer.json").write_text(json.dumps(facts))
         there.commit(step)
         there.record_score(step, held_out)
     result = run("checkpoints", tmp_path)
-    assert result.exit_code == 0
+    assert result.exit_code == 0, result.output
     lines = [line for line in result.output.splitlines() if "step-" in line]
     assert [("best" in line, "latest" in line, "whole" in line, "2 MB" in line) for line in lines] == [
         (True, False, True, True), (False, False, True, True), (False, True, True, True)]  # fmt: skip
     assert "0.75" in lines[0]
-    (tmp_path / "checkpoints" / "step-5" / "shard").write_bytes(b"")
+    assert "0.5 M weights" in result.output and "ZeRO 2 on 2 ranks" in result.output
+    (tmp_path / "checkpoints" / "step-5" / "producer.npy").write_bytes(b"")
     damaged = run("checkpoints", tmp_path)
     assert damaged.exit_code == 1 and "checkpoint.fallback=true" in " ".join(damaged.output.split())
     assert run("checkpoints", tmp_path / "nothing").exit_code == 2

@@ -12,6 +12,9 @@ import pytest
 import yaml
 from ray.autoscaler._private.util import prepare_config, validate_config
 
+from raypost.config import load_config
+from raypost.plan.cluster import ClusterResources, shortages
+
 PATH = Path(__file__).resolve().parents[2] / "cluster.yaml"
 LABEL_KEY = re.compile(r"([a-z0-9.-]+/)?[A-Za-z0-9]([A-Za-z0-9_.-]{0,61}[A-Za-z0-9])?")
 
@@ -64,6 +67,16 @@ def test_each_gpu_offers_one_unit_of_its_role(config: dict[str, Any], role: str)
 def test_both_worker_types_fit_below_the_global_maximum(config: dict[str, Any]) -> None:
     workers = sum(node_type.get("max_workers", 0) for node_type in config["available_node_types"].values())
     assert workers <= config["max_workers"]
+
+
+def test_the_recipe_that_it_names_waits_for_its_nodes_and_fits_them() -> None:
+    """An empty head has nothing: without `autoscaling` the job would be refused on it."""
+    [recipe] = re.findall(r"--config (\S+) --runs-dir", PATH.read_text())
+    root = PATH.parent
+    assert f"--config {recipe} --runs-dir" in (root / "README.md").read_text()
+    cfg = load_config(root / recipe)
+    assert cfg.autoscaling
+    assert shortages(cfg, ClusterResources.of_cluster_file(PATH)) == []
 
 
 @pytest.mark.parametrize(

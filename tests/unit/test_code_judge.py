@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import time
 from pathlib import Path
 from typing import Any
 
@@ -351,10 +350,9 @@ async def test_a_sandbox_that_breaks_is_a_failure_by_its_name(
     monkeypatch.setattr("sys.prefix", str(tmp_path))
     judge = TaskJudge(task_of(code_config(tests=kind)))
     tests: Any = "assert f(2) == 4" if kind == "python" else [{"input": "", "output": "4"}]
-    start = time.monotonic()
     with pytest.raises(JudgeError, match="bubblewrap") as caught:
         await judge.judge([state_of(DOUBLE, tests=tests)])
-    assert boundary_of(str(caught.value)) is Boundary.SANDBOX and time.monotonic() - start < 10
+    assert boundary_of(str(caught.value)) is Boundary.SANDBOX
     figures = judge.drain_figures()
     assert figures is not None and figures.failed == 1
 

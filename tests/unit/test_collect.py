@@ -16,10 +16,10 @@ import pytest
 
 import raypost
 from raypost.agent_loop.single_turn import SingleTurnAgentLoop
-from raypost.agent_loop.turns import turns_of
 from raypost.collector import DialogTurn
 from raypost.errors import ConfigError, ProductionError
 from raypost.types import GenerateRequest, GenerateResult, IntArray, RolloutState
+from raypost.types.turns import turns_of
 from tests.unit.collecting import (
     Engine,
     Numbers,

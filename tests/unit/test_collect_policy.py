@@ -16,21 +16,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from raypost.agent_loop.turns import turns_of
 from raypost.collector import Collector, DialogTurn
 from raypost.collector.gated_generator import GatedGenerator
 from raypost.errors import ConfigError, ProductionError
 from raypost.types import GenerateRequest, GenerateResult, SampleParams, Status
-from tests.unit.collecting import (
-    Engine,
-    Pool,
-    alone,
-    collect,
-    environment,
-    listed,
-    quick,
-    sizes,
-)
+from raypost.types.turns import turns_of
+from tests.unit.collecting import Engine, Pool, alone, collect, environment, listed, quick, sizes
 from tests.unit.production import virtual
 
 # ---------------------------------------------------------------- policy versions
@@ -241,7 +232,7 @@ def test_a_broken_environment_is_failed_for_its_reason_and_the_rest_is_collected
     journal = tmp_path / "ledger.jsonl"
 
     async def main() -> None:
-        options: dict[str, Any] = {"dialog_turns_per_batch": 4, "total_dialog_turns": 30}
+        options: dict[str, Any] = {"dialog_turns_per_batch": 4, "total_dialog_turns": 100}
         async with collect(environment=environment("some"), ledger=Ledger(journal), **options) as collector:
             batches = await listed(collector)
             counts = await collector.counts()

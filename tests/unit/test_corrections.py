@@ -13,13 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from raypost.config import BoundsConfig, CorrectionConfig, LossConfig
-from raypost.trainer.algorithm.corrections import (
-    Correction,
-    correct,
-    inside,
-    level_ratios,
-    proximal_logprobs,
-)
+from raypost.trainer.algorithm.corrections import Correction, correct, inside, level_ratios, proximal_logprobs
 from raypost.trainer.algorithm.losses import LossTokens, policy_objective
 from raypost.trainer.algorithm.sequences import row_means
 from tests.present import present

@@ -403,6 +403,7 @@ def test_a_saved_dataset_with_splits_needs_one_of_them(tmp_path: Path) -> None:
         ("tests.unit.prompts:text", {}, "returned a str: it must return a sequence or an iterable"),
         ("tests.unit.prompts:sequence", {"count": 0}, "holds 0 prompts"),
         ("tests.unit.prompts:stream", {"count": 0}, "gives no prompt to train"),
+        ("tests.unit.prompts:one_shot", {}, "returned the same iterator twice"),
         ("tests.unit.prompts:numbers", {}, "numbers: row 0 must be like"),
         ("tests.unit.prompts:raising", {}, "failed with OSError: the network is gone"),
     ],

@@ -11,11 +11,7 @@ import pytest
 from raypost.agent_loop.environment import Observation
 from raypost.config import AgentLoopConfig
 from raypost.errors import NoWorkersError, WaitTimeoutError
-from raypost.types import (
-    GenerateResult,
-    Group,
-    Status,
-)
+from raypost.types import GenerateResult, Group, Status
 from tests.unit.production import virtual
 from tests.unit.prompts import STOP
 from tests.unit.scripted_environments import (

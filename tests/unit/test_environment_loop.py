@@ -10,13 +10,10 @@ import numpy as np
 import pytest
 
 from raypost.agent_loop.environment import Observation
-from raypost.agent_loop.turns import TURNS, turns_of
 from raypost.config import AgentLoopConfig
-from raypost.staleness import oldest_version
-from raypost.types import (
-    NO_VERSION,
-    Status,
-)
+from raypost.types import NO_VERSION, Status
+from raypost.types.staleness import oldest_version
+from raypost.types.turns import TURNS, turns_of
 from tests.unit.production import virtual
 from tests.unit.prompts import STOP
 from tests.unit.scripted_environments import (
@@ -87,6 +84,16 @@ def test_actions_and_observations_may_be_ids() -> None:
     (one,) = run(AnswersInTurn(result([9, STOP])), kind, init(), action="ids").states
     assert one.response_ids.tolist() == [9, STOP, 77, 9, STOP]
     assert [action.tolist() for action in kind.made[0].actions] == [[9, STOP]] * 2
+
+
+def test_what_an_environment_says_besides_is_kept_with_the_turn_and_cut() -> None:
+    def answer(self: Any, turn: int) -> Observation:
+        info = {"board": "x" * 1000, "legal": [1, 2]} if turn == 1 else {}
+        return Observation(ids=np.asarray([77], np.int32), done=turn > 1, info=info)
+
+    kind = environment(answer=answer)
+    (one,) = run(AnswersInTurn(result([9, STOP])), kind, init(), action="ids").states
+    assert [turn.info for turn in turns_of(one)] == [f"board {'x' * 100}, legal [1, 2]", ""]
 
 
 def test_the_last_of_max_turns_ends_it_without_an_observation() -> None:
@@ -198,27 +205,6 @@ def test_an_abort_that_comes_after_the_last_token_of_an_action_is_no_interruptio
     assert run(AnswersInTurn(result([9, STOP], "abort")), kind, init()).status is Status.COMPLETED
 
 
-def test_a_step_that_a_pause_interrupts_is_asked_again_without_generating_again() -> None:
-    async def main() -> None:
-        kind, engine = environment(turns=1, seconds=100.0), AnswersInTurn(result([9, 8], "stop"))
-        loop = loop_of(
-            engine, kind, options=AgentLoopConfig(step_timeout_s=1000), rollout=TEN_SECONDS_OF_GRACE
-        )
-        running = asyncio.create_task(loop.run(init()))
-        await asyncio.sleep(150)
-        await loop.interrupt()
-        paused = await running
-        assert asyncio.get_running_loop().time() == pytest.approx(160)
-        assert (paused.status, paused.states[0].num_tokens) == (Status.ABORTED, 2)
-        assert kind.made[0].closed == 1
-        kind.seconds = 0.0
-        done = await loop.run(carried(paused))
-        assert done.status is Status.COMPLETED
-        assert kind.made[1].actions == ["9 8"] and len(engine.requests) == 1
-
-    virtual(main())
-
-
 def test_a_step_that_ends_within_the_grace_period_counts() -> None:
     async def main() -> None:
         loop = loop_of(
@@ -230,14 +216,6 @@ def test_a_step_that_ends_within_the_grace_period_counts() -> None:
         assert (await running).status is Status.COMPLETED
 
     virtual(main())
-
-
-def test_an_environment_that_does_not_replay_fails_its_trajectory_and_says_how_to_go_on() -> None:
-    kind = environment(answer=lambda self, turn: Observation(text=str(60 + len(type(self).made))))
-    paused = run(AnswersInTurn(result([STOP]), result([], "abort")), kind, init())
-    (one,) = run(AnswersInTurn(result([STOP])), kind, carried(paused)).states
-    assert one.status is Status.FAILED
-    assert "turn 1 was replayed" in str(one.error) and "enable_partial_rollout" in str(one.error)
 
 
 def test_without_partial_rollout_an_interrupted_trajectory_starts_again() -> None:

@@ -11,7 +11,7 @@ import pytest
 
 from raypost.config import Config, parse_config
 from raypost.config.identity import run_digest
-from raypost.data.row_index import MIN_ROWS
+from raypost.data import row_index
 from raypost.data.task_source import build_source, evaluation_prompts, held_out
 from raypost.errors import ConfigError
 from raypost.plan.plan import check
@@ -50,8 +50,11 @@ def questions(cfg: Config) -> set[str]:
     return {source.sample(n).metadata["question"] for n in range(len(source))}  # type: ignore[arg-type, union-attr]
 
 
-def test_without_it_a_tenth_is_held_out_and_with_it_all_is_trained(tmp_path: Path) -> None:
-    rows = MIN_ROWS  # so that an index is kept
+def test_without_it_a_tenth_is_held_out_and_with_it_all_is_trained(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rows = 1000
+    monkeypatch.setattr(row_index, "MIN_ROWS", rows)  # so that an index is kept
     for _ in range(2):  # the second time from the index, which knows both
         plain, own = (
             config(tmp_path, range(rows), None),

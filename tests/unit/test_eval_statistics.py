@@ -11,7 +11,7 @@ import pytest
 
 from raypost.config import EvalConfig
 from raypost.errors import ConfigError
-from raypost.metrics import bounds, bounds_of
+from raypost.observe.metrics import bounds, bounds_of
 from raypost.report.eval_statistics import (
     Estimate,
     Rewards,

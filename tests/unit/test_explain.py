@@ -4,26 +4,26 @@ from __future__ import annotations
 
 import json
 import random
-import time
 import tracemalloc
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 from rich.console import Console
 from typer.testing import CliRunner, Result
 
 from raypost import cli
 from raypost.errors import ConfigError
+from raypost.files.jsonl import sealed
 from raypost.ledger.events import LedgerEvent
 from raypost.ledger.ledger import LEDGER_FILE, REGENERATED, Ledger, group_facts
 from raypost.ledger.life import find_run, group_life
 from raypost.ledger.summary import ledger_summary, length_bias
 from raypost.report.explain_terminal import ledger_text, life_text
-from raypost.types import GroupKey, Status
+from raypost.types import GroupCounts, GroupKey, Status
 from tests.unit.production import group
 
 KEY = ("sums", 7)
@@ -234,6 +234,7 @@ def test_an_unknown_group_is_refused_with_its_neighbours(
 
 
 def test_a_run_without_a_group_yet_says_so(ledger: Ledger, tmp_path: Path) -> None:
+    ledger.note(LedgerEvent.RESUMED, version=0)
     ledger.flush()
     with pytest.raises(ConfigError, match="no group was sampled yet"):
         group_life(tmp_path, "0")
@@ -300,7 +301,7 @@ def test_what_the_ledger_would_refuse_is_a_problem(ledger: Ledger, tmp_path: Pat
             {"event": "stored", "task": "a", "group": 9, "status": "completed"},
             {"event": "stored", "task": "a", "group": 9},
         ):
-            file.write(json.dumps({"time": 1.0, **fields}) + "\n")
+            file.write(sealed(json.dumps({"time": 1.0, **fields})))
         file.write("{torn}\n")
     summary = ledger_summary(tmp_path)
     assert [problem.split(":")[0] for problem in summary.problems] == [
@@ -322,6 +323,7 @@ def test_a_journal_that_is_not_the_checkpoints_is_named(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("tail_bytes", [4 << 20, 3000, 400])
 @settings(deadline=None, max_examples=40, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@example(seed=6610, moves=10)
 @given(seed=st.integers(0, 2**32), moves=st.integers(10, 120))
 def test_the_journal_gives_the_ledgers_own_counts_after_any_run(
     tmp_path_factory: pytest.TempPathFactory,
@@ -372,6 +374,10 @@ def test_the_journal_gives_the_ledgers_own_counts_after_any_run(
         if rng.random() < 0.2:
             ledger.flush()
     ledger.flush()
+    if not journal.exists():
+        # Killed before anything was flushed, and not gone on since.
+        assert ledger.believed() == GroupCounts()
+        return
     summary = ledger_summary(journal.parent)
     assert summary.problems == []
     assert summary.counts == ledger.believed()
@@ -428,6 +434,7 @@ def test_length_bias_compares_within_a_task(ledger: Ledger, tmp_path: Path) -> N
     summary = ledger_summary(tmp_path)
     assert summary.length_bias.ratio == 1.0
     assert length_bias({"never": summary.tasks["never"]}).ratio is None
+    assert length_bias({}).share == 0
 
 
 def test_a_group_expires_once_however_often_it_is_put_back(ledger: Ledger, tmp_path: Path) -> None:
@@ -458,8 +465,10 @@ def test_a_group_that_was_interrupted_too_often_did_not_grow_too_old(ledger: Led
 
 @pytest.fixture(scope="module")
 def long_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """4,000 groups, 16 at a time."""
+    """4,000 groups, 16 at a time, with a line for each move."""
     folder = tmp_path_factory.mktemp("long")
+    monkeypatch = pytest.MonkeyPatch()
+    monkeypatch.setattr("raypost.ledger.journal.TAIL_BYTES", 1 << 30)
     ledger = Ledger(folder / LEDGER_FILE)
     for step in range(1, 251):
         keys = [("sums", (step - 1) * 16 + n) for n in range(16)]
@@ -470,6 +479,7 @@ def long_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ledger.trained(step)
         ledger.note(LedgerEvent.RESUMED, version=step)
     ledger.flush()
+    monkeypatch.undo()
     return folder
 
 
@@ -482,18 +492,6 @@ def test_memory_is_that_of_the_living_groups_not_of_the_journal(long_run: Path) 
     finally:
         tracemalloc.stop()
     assert peak < 500_000
-
-
-@pytest.mark.no_cover  # a measured program is slower
-def test_a_journal_is_read_at_megabytes_a_second(long_run: Path) -> None:
-    size_mb = (long_run / LEDGER_FILE).stat().st_size / 1e6
-    started = time.process_time()
-    ledger_summary(long_run)
-    summed = time.process_time()
-    group_life(long_run, "5")
-    ended = time.process_time()
-    assert size_mb / (summed - started) > 3, "25 on the machine this was written on"
-    assert size_mb / (ended - summed) > 20
 
 
 def run(*arguments: object) -> Result:

@@ -16,9 +16,9 @@ import pytest
 from raypost.config import parse_config
 from raypost.errors import ConfigError, ProductionError
 from raypost.ledger.ledger import LEDGER_FILE, Ledger
-from raypost.packed import unpack_groups
 from raypost.production.build import strategy_of
 from raypost.types import Group, RolloutState, Status
+from raypost.types.packed import unpack_groups
 from tests.unit.production import Pool, World, producing, task_config, virtual
 
 

@@ -15,7 +15,7 @@ from raypost.data.tokenizer import Tokenizer
 from raypost.errors import CheckpointError
 from raypost.trainer.model.folder_model import FolderModel
 from raypost.trainer.model.policy import load_model, save_model
-from raypost.trainer.random_state import load_random_state, save_random_state
+from raypost.trainer.random_state import load_random_state, random_state, save_random_state
 from raypost.weights.manifest import pack, verify
 from raypost.weights.tensors import as_bytes
 from tests.unit.tokenizers import write_tokenizer
@@ -80,7 +80,7 @@ def draw() -> tuple[float, float, float]:
 
 def test_every_generator_goes_on_where_it_was_saved(tmp_path: Path) -> None:
     random.gauss(0, 1), np.random.standard_normal()  # both keep half of a pair for the next call
-    save_random_state(tmp_path, rank=1)
+    save_random_state(tmp_path, 1, random_state())
     expected = [random.gauss(0, 1), np.random.standard_normal(), *draw()]
     draw()
     assert not load_random_state(tmp_path, rank=0), "there was no such rank"
@@ -89,7 +89,7 @@ def test_every_generator_goes_on_where_it_was_saved(tmp_path: Path) -> None:
 
 
 def test_a_damaged_random_state_is_refused_by_name(tmp_path: Path) -> None:
-    save_random_state(tmp_path, rank=0)
+    save_random_state(tmp_path, 0, random_state())
     file = tmp_path / "random-0.json"
     file.write_text(file.read_text().replace('"numpy"', '"nompy"'))
     with pytest.raises(CheckpointError, match="random-0"):

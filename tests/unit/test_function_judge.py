@@ -20,9 +20,9 @@ from raypost.judges.composed import ComposedJudge
 from raypost.judges.function_child import MODULE, RefusedError
 from raypost.judges.task_judge import TaskJudge
 from raypost.judges.trial import try_judges
-from raypost.metrics import JudgeFigures
-from raypost.packed import pack_groups, unpack_groups
+from raypost.observe.metrics import JudgeFigures
 from raypost.types import Group, RolloutState, Score
+from raypost.types.packed import pack_groups, unpack_groups
 from tests.factories import plain_config, refusal_of
 from tests.unit.reward_functions import called, config_of, state_of, task_of, write
 

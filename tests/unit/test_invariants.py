@@ -17,17 +17,9 @@ from hypothesis import strategies as st
 from raypost.agent_loop.single_turn import SingleTurnAgentLoop
 from raypost.errors import JudgeError
 from raypost.judges.rules import RuleJudge
-from raypost.packed import pack_groups, unpack_groups
 from raypost.types import GenerateRequest, GenerateResult, Group, RolloutState, Status
-from tests.unit.production import (
-    Pool,
-    World,
-    fate,
-    producing,
-    take_after_sync,
-    task_config,
-    virtual,
-)
+from raypost.types.packed import pack_groups, unpack_groups
+from tests.unit.production import Pool, World, fate, producing, take_after_sync, task_config, virtual
 from tests.unit.prompts import STOP
 from tests.unit.scripted_generator import Scorer, decode, init, result
 

@@ -16,8 +16,10 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from raypost.errors import CheckpointError, LedgerError
+from raypost.files.jsonl import read_lines
 from raypost.ledger.events import NOTES, LedgerEvent
-from raypost.ledger.ledger import MAX_WHY, Ledger, OrdinalSet, group_facts
+from raypost.ledger.ledger import MAX_WHY, Ledger, group_facts
+from raypost.ledger.ordinals import OrdinalSet
 from raypost.types import NO_VERSION, Status
 from tests.unit.production import group
 
@@ -44,6 +46,15 @@ def test_ordinal_set_is_a_set(ordinals: list[int], probe: int) -> None:
     ranges = ours.ranges()
     assert all(a[1] < b[0] for a, b in itertools.pairwise(ranges))
     assert len(OrdinalSet(ranges)) == len(ours)
+
+
+def test_a_group_that_was_dropped_is_no_trained_step() -> None:
+    ledger = Ledger()
+    ledger.sampled(key(0))
+    ledger.dropped(key(0), Status.FILTERED)
+    assert ledger.trained_step == 0
+    trained(ledger, 1, 3)
+    assert ledger.trained_step == 3
 
 
 def test_every_end_is_counted_under_its_name() -> None:
@@ -138,7 +149,7 @@ def test_memory_does_not_grow_with_ended_groups() -> None:
 
 
 def lines(journal: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in journal.read_text().splitlines()]
+    return list(read_lines(journal))
 
 
 def test_journal_tells_the_life_of_a_group(tmp_path: Path) -> None:
@@ -235,10 +246,10 @@ def test_damaged_or_misplaced_state_is_refused() -> None:
     with pytest.raises(CheckpointError, match="add up"):
         Ledger().load_state_dict({**state, "sampled": 2})
     with pytest.raises(CheckpointError, match="damaged"):
-        Ledger().load_state_dict({"format": 2, "sampled": 1})
+        Ledger().load_state_dict({"format": 3, "sampled": 1})
     with pytest.raises(CheckpointError, match="damaged"):
         Ledger().load_state_dict({**state, "live": "AAAA"})
-    with pytest.raises(CheckpointError, match="saved in format 1, this version reads format 2"):
+    with pytest.raises(CheckpointError, match="saved in format 1, this version reads format 3"):
         Ledger().load_state_dict({name: value for name, value in state.items() if name != "format"})
 
 

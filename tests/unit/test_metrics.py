@@ -9,11 +9,10 @@ import threading
 import numpy as np
 import pytest
 
+from raypost.observe.spans import Span, SpanKind, SpanLog
 from raypost.report import busy_time
 from raypost.report.record import weighted_mean
 from raypost.report.report_json import median, staleness_histogram
-from raypost.spans import SpanLog
-from raypost.types import Span, SpanKind
 from tests import synthetic_run as run
 
 
@@ -212,8 +211,7 @@ def test_staleness_bound_counts_steps(kind: str, max_staleness: int, interval: i
 
 def test_metrics_and_display_import_no_heavy_library() -> None:
     heavy = ["torch", "transformers", "ray", "vllm", "matplotlib", "tensorboard"]
-    code = (
-        f"import sys, raypost.spans, raypost.report.terminal; print([m for m in {heavy} if m in sys.modules])"
-    )
+    modules = "raypost.observe.spans, raypost.types, raypost.report.terminal"
+    code = f"import sys, {modules}; print([m for m in {heavy} if m in sys.modules])"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=30)
     assert (done.stdout.strip(), done.stderr) == ("[]", "")

@@ -6,8 +6,8 @@ import re
 from pathlib import Path
 
 from actors.telemetry import gauges
-from raypost import metrics
 from raypost.config.trackers import MODULES
+from raypost.observe import metrics
 
 PAGE = (Path(__file__).resolve().parents[2] / "docs" / "metrics.md").read_text()
 SECTIONS = dict(re.findall(r"^## (.+?)\n(.*?)(?=^## |\Z)", PAGE, re.MULTILINE | re.DOTALL))

@@ -18,13 +18,12 @@ from raypost.agent_loop.single_turn import SingleTurnAgentLoop
 from raypost.buffer.replay_buffer import ReplayBuffer
 from raypost.checkpoint import CheckpointDir
 from raypost.errors import CheckpointError, ProductionError
-from raypost.packed import unpack_groups
 from raypost.plan.cluster import ClusterResources, shortages
 from raypost.production.allocation import allocate
 from raypost.production.pending import PendingGroup
 from raypost.production.strategy import AsyncProduceStrategy
-from raypost.protocols import TaskLimits
-from raypost.types import Group, Status, group_status
+from raypost.types import Group, Status, TaskLimits, group_status
+from raypost.types.packed import unpack_groups
 from tests.factories import make_config, plain_config, refusal_of
 from tests.named_tests import README, REFERENCE, names_of
 from tests.unit.buffer_groups import counts, group, ids, lease_ids, now, only, put

@@ -11,17 +11,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from raypost.config import AdvantageConfig
-from raypost.packed import pack_groups
 from raypost.trainer.algorithm.token_advantages import with_advantage
-from raypost.trainer.batch.packing import (
-    PackingRule,
-    Unit,
-    make_units,
-    micro_batches,
-    spread,
-)
+from raypost.trainer.batch.packing import PackingRule, Unit, make_units, micro_batches, spread
 from raypost.trainer.batch.train_batch import Limits, plan_batch
 from raypost.types import Group, RolloutState, SampleParams, Status
+from raypost.types.packed import pack_groups
 from tests.present import present
 from tests.unit.train_groups import make_groups, make_state, planned
 
@@ -254,7 +248,8 @@ def test_what_a_model_cannot_read_or_was_not_sampled_is_left_out_by_name() -> No
     states[-1].logprobs[0], states[-1].response_ids[0] = 1e-6, 199
     states[-1].append_segment(*(np.zeros(7, np.int32), np.zeros(7, np.float32), np.zeros(7, np.int32)))
     group = Group(task="task", group_id=1, states=states[-2:])
-    assert plan_batch(pack_groups([group]), AdvantageConfig(), 1, Limits(200, 14)).left_out == []
+    whole = plan_batch(pack_groups([group]), AdvantageConfig(), 1, Limits(200, 14))
+    assert (whole.left_out, whole.groups_left_out) == ([], {})
     assert len(planned([Group(task="task", group_id=1, states=[long, states[-1]])]).samples) == 2
 
 
@@ -269,6 +264,8 @@ def test_a_group_with_too_few_trainable_members_is_left_out() -> None:
     states = [make_state(0, 0), make_state(0, 1, status=Status.FAILED, reward=None)]
     batch = planned([Group(task="task", group_id=0, states=states)])
     assert batch.samples == [] and "1 trainable of 2, 2 are needed" in batch.left_out[-1]
+    (why,) = batch.groups_left_out.values()
+    assert "1 trainable of 2, 2 are needed" in why and len(batch.left_out) > 1
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from actors.rollout.gate import OpenRequests
-from raypost.pause import PauseDeadlines, PauseMode, stricter
+from raypost.types.pause import PauseDeadlines, PauseMode, stricter
 
 
 @pytest.mark.parametrize(

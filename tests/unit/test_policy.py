@@ -47,7 +47,6 @@ from transformers import (
 
 from raypost.config import AdvantageConfig
 from raypost.errors import ConfigError
-from raypost.packed import pack_groups
 from raypost.trainer.batch.packing import PackingRule, Segment, micro_batches
 from raypost.trainer.batch.train_batch import TrainBatch, plan_batch
 from raypost.trainer.model.attention import positions_of
@@ -56,6 +55,7 @@ from raypost.trainer.model.policy import Critic, Policy, load_model, pair_cost
 from raypost.trainer.model.self_check import check_head, check_packing
 from raypost.trainer.policy_rank import PolicyRank
 from raypost.types import Group, RolloutState, SampleParams, Status
+from raypost.types.packed import pack_groups
 from tests.present import present
 from tests.unit.model_sizes import SIZES, VOCAB
 

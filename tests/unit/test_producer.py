@@ -5,12 +5,14 @@ N21, N24, N29 to N31.
 from __future__ import annotations
 
 import asyncio
+from typing import Any
 
 import pytest
 
+from raypost.config import AgentLoopConfig
 from raypost.errors import ProductionError, WaitTimeoutError
-from raypost.packed import unpack_groups
 from raypost.types import ProduceBatchStatus, Status
+from raypost.types.packed import unpack_groups
 from tests.unit.production import (
     Sealed,
     World,
@@ -169,10 +171,12 @@ def test_take_at_the_bound_is_empty_once_newer_weights_exist_and_keeps_the_data(
     virtual(main())
 
 
-async def stale_leftovers(trigger: int) -> World:
+async def stale_leftovers(trigger: int, **options: Any) -> World:
     """Production stopped at its bound with version 1; the batch of step 2 is taken, and of eight groups that began
     with version 0 the batches of steps 1 and 2 took four: the rest, started beyond the bound, expired."""
-    strategy = task_config(max_staleness=1, over_sample_threshold=2.0, tail_batch_trigger_size=trigger)
+    strategy = task_config(
+        max_staleness=1, over_sample_threshold=2.0, tail_batch_trigger_size=trigger, **options
+    )
     world = World(strategy, batch_size=2)
     world.pool.seconds = lambda one: 1 if one.group_id < 2 else 4
     await world.producer.resume(0)
@@ -214,6 +218,17 @@ def test_expired_groups_are_generated_again_if_asked_for() -> None:
         assert max(one.group_id for one in unpack_groups(again)) < 8
         counts = await world.producer.counts()
         assert (counts.expired, counts.lost) == (0, 0)
+
+    virtual(main())
+
+
+@pytest.mark.parametrize("trigger", [-1, 0])
+def test_episodes_of_groups_that_expire_are_closed(trigger: int) -> None:
+    async def main() -> None:
+        playing = AgentLoopConfig(kind="environment", environment="a:b")
+        world = await stale_leftovers(trigger=trigger, agent_loop=playing)
+        assert len(world.pool.forgotten) == len(set(world.pool.forgotten)) == 4
+        assert (await stale_leftovers(trigger=trigger)).pool.forgotten == [], "one turn leaves nothing behind"
 
     virtual(main())
 
@@ -380,6 +395,9 @@ def test_filtered_groups_are_counted_before_they_are_dropped_and_replaced() -> N
             assert (metrics.raw_rewards_sum, metrics.raw_rewards_count) == (3.0, 9)
             assert (metrics.filtered_samples, metrics.produced_samples) == (3, 9)
             assert set(packed.group_ids.tolist()) == {1, 2}
+            (batch,) = status.tasks.values()
+            assert (batch.num_samples, batch.rewards_sum, batch.rewards_count) == (6, 2.0, 6)
+            assert (batch.response_tokens, batch.staleness) == (len(packed.response_ids), [0, 0])
             assert (await world.producer.counts()).filtered == 1
 
     virtual(main())
@@ -442,5 +460,23 @@ def test_several_tasks_share_a_batch_by_weight_and_one_without_weight_is_idle() 
             names = [one.task for one in unpack_groups(packed)]
             assert (names.count("a"), names.count("b"), names.count("c")) == (4, 2, 0)
             assert world.samplers["c"].position == 0
+
+    virtual(main())
+
+
+def test_an_agent_loop_that_does_not_close_episodes_holds_nothing_up() -> None:
+    async def main() -> None:
+        playing = AgentLoopConfig(kind="environment", environment="a:b")
+        hanging = World(task_config(max_staleness=1, agent_loop=playing))
+
+        async def forget(keys: Any) -> None:
+            await asyncio.sleep(1e9)
+
+        hanging.pool.forget = forget  # type: ignore[method-assign]
+        hanging.pool.fate = lambda group: "failed" if group.group_id == 0 else "ok"
+        await hanging.producer.resume(0)
+        hanging.start()
+        status, _ = await hanging.producer.take_batch(1)
+        assert status.status == "normal" and (await hanging.producer.counts()).failed == 1
 
     virtual(main())

@@ -1,5 +1,6 @@
 """Invariants 1 to 4 and 9 of the design under random interleavings: production, takes, acknowledgements,
-pauses, syncs, hosts that die, groups that fail, hang or are filtered, checkpoints and crashes.
+pauses, syncs, hosts that die, groups that fail, hang or are filtered, checkpoints, crashes, and deaths of the producer
+at any call that it makes, those included by which it comes back.
 
 The machine plays the driver, on a virtual clock that runs only inside a rule. Its model is the list of groups
 each surviving model has trained.
@@ -9,20 +10,30 @@ from __future__ import annotations
 
 import asyncio
 import copy
+import tempfile
+from collections.abc import Callable, Coroutine
+from pathlib import Path
 from typing import Any, Literal
 
+import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
+from raypost.audit.account import Account
+from raypost.audit.audit import read_ledger
+from raypost.audit.findings import Findings
+from raypost.buffer.replay_buffer import ReplayBuffer
 from raypost.errors import LedgerError
-from raypost.ledger.ledger import Ledger
-from raypost.packed import PackedGroups, unpack_groups
-from raypost.pause import PauseMode
-from raypost.protocols import BufferBounds, TakeStatus
-from raypost.types import Group, GroupKey, Status
-from tests.unit.production import Pool, VirtualClockLoop, World, task_config, virtual
+from raypost.ledger.ledger import LEDGER_FILE, Ledger
+from raypost.ledger.replay import continued
+from raypost.production.producer import Producer
+from raypost.types import BufferBounds, Group, GroupKey, Status, TakeStatus
+from raypost.types.packed import PackedGroups, unpack_groups
+from raypost.types.pause import PauseMode
+from tests.unit.production import Mortal, Pool, VirtualClockLoop, World, task_config, virtual
 
+Call = Callable[[Producer[PackedGroups]], Coroutine[Any, Any, Any]]
 FATES = ("ok", "ok", "ok", "ok", "uniform", "failed", "died", "hang", "stubborn")
 
 
@@ -30,14 +41,16 @@ class Fates:
     """What becomes of a group, by its id and how often it was started: the same in every run."""
 
     def __init__(self, seed: int) -> None:
-        self.seed, self.starts = seed, dict[GroupKey, int]()
+        self.seed, self.starts, self.last = seed, dict[GroupKey, int](), dict[str, str]()
 
     def seconds(self, group: Group) -> int:
         return 1 + (group.group_id * 7 + self.seed) % 6
 
     def __call__(self, group: Group) -> str:
         start = self.starts[group.key] = self.starts.get(group.key, 0) + 1
-        return FATES[hash((group.group_id, start, self.seed)) % len(FATES)]
+        fate = FATES[hash((group.group_id, start, self.seed)) % len(FATES)]
+        self.last[f"group {group.task}/{group.group_id}"] = fate
+        return fate
 
 
 class ProducerMachine(RuleBasedStateMachine):
@@ -55,6 +68,16 @@ class ProducerMachine(RuleBasedStateMachine):
         self.trained: list[GroupKey] = []
         self.num_acknowledged = 0
         self.saved: Any = None
+        self.folder = tempfile.TemporaryDirectory()
+        self.attempt = self.ticks = 0
+        self.incarnation = 0
+        self.fuses: list[tuple[int, bool]] = []
+        self.orphans: list[asyncio.Task[Any]] = []
+        self.asked: dict[str, int] = {}
+        """Targets of the producers that died, of this attempt and of what it was restored from."""
+        self.world: World
+        self.running: asyncio.Task[None]
+        self.reviving: asyncio.Task[None] | None = None
 
     def teardown(self) -> None:
         try:
@@ -62,6 +85,19 @@ class ProducerMachine(RuleBasedStateMachine):
         finally:
             self.do(self.end())
             self.runner.close()
+            self.audit()
+            self.folder.cleanup()
+
+    def audit(self) -> None:
+        """An account that shares no code with the ledger's finds nothing wrong in its journal."""
+        if not self.journal.exists():
+            return
+        strategies, findings = self.world.strategies.items(), Findings()
+        thresholds = {name: one.limits.stale_threshold for name, one in strategies}
+        account = Account({name: one for name, one in thresholds.items() if one is not None}, findings)
+        read_ledger(self.journal.parent, account, findings)
+        assert not findings.contradictions, findings.texts
+        assert list(account.missing()) == []
 
     def a_batch_comes_in_the_end(self) -> None:
         """Whatever happened: a driver that syncs when it is told to gets its next batches."""
@@ -81,6 +117,59 @@ class ProducerMachine(RuleBasedStateMachine):
         # Runner.run would handle SIGINT anew each time: of 20,000 calls, a third of the time.
         return self.runner.get_loop().run_until_complete(work)
 
+    async def ask(self, call: Call) -> Any:
+        """Call the producer; if it dies before it answers, call the one that comes after it."""
+        while True:
+            if self.mortal.died.is_set() and self.reviving is None:
+                self.reviving = asyncio.create_task(self.revive(), name="revive")
+            if self.reviving is not None:
+                await asyncio.shield(self.reviving)
+                self.reviving = None
+            asked = await self.unless_it_dies(call)
+            if asked is not None:
+                return asked.result()
+
+    async def unless_it_dies(self, call: Call) -> asyncio.Task[Any] | None:
+        """Return the call that has ended, None if the producer died before."""
+        mortal, asked = self.mortal, asyncio.ensure_future(call(self.world.producer))
+        died = asyncio.ensure_future(mortal.died.wait())
+        try:
+            await asyncio.wait({asked, died}, return_when=asyncio.FIRST_COMPLETED)
+        except asyncio.CancelledError:
+            asked.cancel()
+            await asyncio.wait({asked, died}, return_when=asyncio.FIRST_COMPLETED)
+            raise
+        finally:
+            if not self.loop.is_closed():
+                died.cancel()
+            # Of those that died nobody wants to know.
+            asked.add_done_callback(lambda one: one.cancelled() or one.exception())
+        return None if mortal.died.is_set() else asked
+
+    async def revive(self) -> None:
+        """Start the producer again, as often as it dies while it comes back."""
+        while self.mortal.died.is_set():
+            self.running.cancel()
+            self.incarnation += 1
+            ledger = continued(self.journal, str(self.attempt), self.tick)
+            for name, target in self.world.producer.progress.target.items():
+                self.asked[name] = max(target, self.asked.get(name, 0))
+            self.make_world(ledger, self.world.buffer, self.world.pool)
+            rebuilt = await self.unless_it_dies(lambda producer: producer.rebuild(self.incarnation))
+            if rebuilt is None:
+                continue
+            rebuilt.result()
+            # What of the dead one's still runs hangs: its own deadline ends it.
+            for task in self.orphans:
+                hangs = self.fates.last[task.get_name()] in ("hang", "stubborn")
+                # One that was cancelled and went on is stubborn, whatever became of its group since.
+                assert task.done() or task.cancelling() or hangs, task
+                for _ in range(2):
+                    task.cancel()
+                    await asyncio.sleep(0)
+            self.orphans = []
+            self.running = self.world.start()
+
     @initialize(
         staleness=st.integers(0, 2),
         interval=st.sampled_from([1, 2]),
@@ -95,6 +184,7 @@ class ProducerMachine(RuleBasedStateMachine):
         on_failed=st.sampled_from(["drop_group", "drop_member"]),
         num_tasks=st.integers(1, 2),
         buffer_call_s=st.sampled_from([0.0, 0.2]),
+        mortal=st.booleans(),
         seed=st.integers(0, 1000),
     )
     def begin(
@@ -118,13 +208,36 @@ class ProducerMachine(RuleBasedStateMachine):
             self.tasks.append(task_config("task1", **{"drop_uniform_rewards": True, **other}))
         self.bounds = BufferBounds(max_groups=6 if rest["bounded"] else None, low_water=0.5)
         self.buffer_call_s, self.num_slots = rest["buffer_call_s"], rest["num_slots"]
+        self.is_mortal = rest["mortal"]
         self.interval, self.fates = interval, Fates(seed)
         self.thresholds: dict[str, int | None] = {}
         self.do(self.make())
 
+    @property
+    def journal(self) -> Path:
+        return Path(self.folder.name) / LEDGER_FILE
+
+    def tick(self) -> float:
+        """Return a time for the journal that no other line has."""
+        self.ticks += 1
+        return 1.7e9 + self.ticks / 1000
+
     async def make(self) -> None:
         pool = Pool()
         pool.fate, pool.seconds = self.fates, self.fates.seconds
+        self.attempt, self.incarnation = self.attempt + 1, 0
+        self.orphans, self.asked = [], {}
+        ledger = Ledger(self.journal, self.tick, attempt=str(self.attempt)) if self.is_mortal else Ledger()
+        self.make_world(ledger, None, pool)
+        strategies = self.world.strategies
+        self.thresholds = {name: one.limits.stale_threshold for name, one in strategies.items()}
+        self.running = self.world.start()
+        self.paused, self.frozen = True, False
+
+    def make_world(self, ledger: Ledger, buffer: ReplayBuffer | None, pool: Pool) -> None:
+        calls, carried_out = self.fuses.pop(0) if self.fuses else (None, False)
+        self.mortal = Mortal(calls, carried_out=carried_out)
+        self.orphans += [one for one in self.loop.alive if one.get_name().startswith("group")]
         self.world = World(
             *self.tasks,
             batch_size=3,
@@ -132,22 +245,22 @@ class ProducerMachine(RuleBasedStateMachine):
             pause_timeout_s=15,
             size=7,
             pool=pool,
-            ledger=Ledger(),
+            ledger=ledger,
             buffer_call_s=self.buffer_call_s,
             bounds=self.bounds,
             num_slots=self.num_slots,
+            buffer=buffer,
+            mortal=self.mortal if self.is_mortal else None,
         )
-        strategies = self.world.strategies
-        self.thresholds = {name: one.limits.stale_threshold for name, one in strategies.items()}
-        self.running = self.world.start()
-        self.paused, self.frozen = True, False
 
     async def end(self) -> None:
+        self.fuses, self.mortal.calls = [], None
+        await self.ask(lambda one: one.counts())
         self.running.cancel()
         await asyncio.wait([self.running])
         await self.world.producer.close()
         # A stubborn group ignores the first cancellation, not the second.
-        rest = asyncio.all_tasks() - {asyncio.current_task()}
+        rest = [one for one in self.loop.alive if one is not asyncio.current_task()]
         for one in rest:
             one.cancel()
         if rest:
@@ -164,7 +277,8 @@ class ProducerMachine(RuleBasedStateMachine):
     def take(self, patience_s: float) -> None:
         async def attempt() -> tuple[TakeStatus, PackedGroups | None] | None:
             try:
-                return await asyncio.wait_for(self.world.producer.take_batch(self.step + 1), patience_s)
+                step = self.step + 1
+                return await asyncio.wait_for(self.ask(lambda one: one.take_batch(step)), patience_s)
             except TimeoutError:
                 return None
 
@@ -195,7 +309,8 @@ class ProducerMachine(RuleBasedStateMachine):
     @rule()
     def take_again(self) -> None:
         assert self.batch is not None
-        _, packed = self.do(self.world.producer.take_batch(self.batch[0]))
+        step = self.batch[0]
+        _, packed = self.do(self.ask(lambda one: one.take_batch(step)))
         assert [one.key for one in unpack_groups(packed)] == self.batch[1]
 
     @precondition(lambda self: self.batch is not None)
@@ -206,14 +321,14 @@ class ProducerMachine(RuleBasedStateMachine):
         self.trained += keys
         self.batch = None
         for _ in range((1 + repeated) * acknowledge):
-            self.do(self.world.producer.acknowledge(step))
+            self.do(self.ask(lambda one: one.acknowledge(step)))
             self.num_acknowledged = len(self.trained)
 
     @rule(impatient=st.booleans(), mode=st.sampled_from(["abort", "abort", "keep", "wait"]))
     def pause(self, impatient: bool, mode: PauseMode = "abort") -> None:
         async def attempt() -> bool:
             try:
-                await asyncio.wait_for(self.world.producer.pause(mode), 3.0 if impatient else None)
+                await asyncio.wait_for(self.ask(lambda one: one.pause(mode)), 3.0 if impatient else None)
                 return True
             except TimeoutError:
                 return False
@@ -228,38 +343,49 @@ class ProducerMachine(RuleBasedStateMachine):
     def resume(self, sync: bool) -> None:
         if sync and self.batch is None:
             self.version = self.step
-        self.do(self.world.producer.resume(self.version))
+        self.do(self.ask(lambda one: one.resume(self.version)))
         self.paused = self.frozen = False
 
     @precondition(lambda self: not self.paused and self.batch is None)
     @rule()
     def swap(self) -> None:
         self.version = self.step
-        self.do(self.world.producer.swap(self.version, self.world.pool.swap))
+        self.do(self.ask(lambda one: one.swap(self.version, self.mortal.of(self.world.pool).swap)))
 
     @precondition(lambda self: self.paused and not self.frozen)
     @rule()
     def save(self) -> None:
         trained_step = self.step if self.batch is None else self.step - 1
-        state = self.do(self.world.producer.state_dict(model_step=trained_step))
+        state = self.do(self.ask(lambda one: one.state_dict(model_step=trained_step)))
         self.num_acknowledged = len(self.trained)
-        self.saved = copy.deepcopy((state, trained_step, self.trained))
+        self.saved = copy.deepcopy((state, trained_step, self.trained, self.asked))
 
     @precondition(lambda self: self.saved is not None)
     @rule()
     def crash_and_restore(self) -> None:
         self.do(self.end())
         self.do(self.make())
-        state, self.step, self.trained = copy.deepcopy(self.saved)
+        state, self.step, self.trained, self.asked = copy.deepcopy(self.saved)
         self.num_acknowledged = len(self.trained)
         self.batch, self.version = None, max(self.step, state["version"] or 0)
-        self.do(self.world.producer.load_state_dict(state))
+        self.do(self.ask(lambda one: one.load_state_dict(state)))
+
+    @precondition(lambda self: self.is_mortal and not self.fuses and self.mortal.calls is None)
+    @rule(fuses=st.lists(st.tuples(st.integers(0, 12), st.booleans()), min_size=1, max_size=3))
+    def let_the_producer_die(self, fuses: list[tuple[int, bool]]) -> None:
+        """After some more calls; and the ones after it, perhaps before they came back."""
+        (self.mortal.calls, self.mortal.carried_out), *self.fuses = fuses
+
+    @precondition(lambda self: self.is_mortal)
+    @rule()
+    def kill_the_producer_now(self) -> None:
+        self.mortal.kill()
 
     # ---------------------------------------------------------------- what must always be true
 
     @invariant()
     def every_group_is_accounted_for(self) -> None:
-        counts = self.do(self.world.producer.counts())
+        counts = self.do(self.ask(lambda one: one.counts()))
         assert counts.lost == 0, counts
         assert counts.trained == self.num_acknowledged
         positions = sum(one.position for one in self.world.samplers.values())
@@ -272,10 +398,10 @@ class ProducerMachine(RuleBasedStateMachine):
     @invariant()
     def nothing_runs_while_paused(self) -> None:
         if self.paused and not self.frozen:
-            assert self.do(self.world.producer.counts()).in_flight == 0
-            stubborn = sum(task.get_name().startswith("group") for task in asyncio.all_tasks(self.loop))
+            assert self.do(self.ask(lambda one: one.counts())).in_flight == 0
+            stubborn = sum(task.get_name().startswith("group") for task in self.loop.alive)
             assert self.world.pool.generating == stubborn
-            for task in asyncio.all_tasks(self.loop):
+            for task in self.loop.alive:
                 assert not task.get_name().startswith("group") or task.cancelling()
 
     @invariant()
@@ -289,18 +415,19 @@ class ProducerMachine(RuleBasedStateMachine):
             assert progress.target_upto[name] <= self.version + strategy.horizon
             share = max(progress.allocation(step)[name] for step in range(1, progress.target_upto[name] + 2))
             ahead = progress.consumed[name] + groups[name].get(Status.COMPLETED, 0) + in_flight.num_of(name)
-            assert ahead <= progress.target[name] + share
+            # A producer that came back has not asked anew yet for what the dead one had asked for.
+            assert ahead <= max(progress.target[name], self.asked.get(name, 0)) + share
 
     @invariant()
     def production_is_well(self) -> None:
-        if self.running.done() and not self.running.cancelled():
+        if self.running.done() and not self.running.cancelled() and not self.mortal.died.is_set():
             error = self.running.exception()
             assert not isinstance(error, LedgerError), error
             raise AssertionError(f"production ended: {error!r}") from error
 
 
-TestProduction = ProducerMachine.TestCase
-TestProduction.settings = settings(max_examples=120, stateful_step_count=40, deadline=None)
+TestProduction = pytest.mark.timeout(300)(ProducerMachine.TestCase)
+TestProduction.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
 
 
 # ---------------------------------------------------------------- nothing is made in vain

@@ -22,9 +22,9 @@ from raypost.errors import (
 from raypost.ledger.ledger import LEDGER_FILE, Ledger
 from raypost.ledger.life import group_life
 from raypost.ledger.summary import ledger_summary
-from raypost.packed import PackedGroups, pack_groups, unpack_groups
-from raypost.pause import PauseMode
 from raypost.types import Group, ProduceBatchStatus, Status
+from raypost.types.packed import PackedGroups, pack_groups, unpack_groups
+from raypost.types.pause import PauseMode
 from tests.unit.production import (
     Pool,
     World,

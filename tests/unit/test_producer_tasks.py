@@ -9,9 +9,8 @@ from typing import Any
 import pytest
 
 from raypost.errors import ConfigError, ProductionError
-from raypost.packed import PackedGroups, unpack_groups
-from raypost.protocols import BufferBounds
-from raypost.types import ProduceBatchStatus, Status
+from raypost.types import BufferBounds, ProduceBatchStatus, Status
+from raypost.types.packed import PackedGroups, unpack_groups
 from tests.unit.production import World, producing, take_after_sync, task_config, train_step, virtual
 
 

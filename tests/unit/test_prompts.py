@@ -11,14 +11,14 @@ from typing import Any
 import numpy as np
 import pytest
 
-from raypost.agent_loop.turns import TURNS
 from raypost.config import Config, parse_config
 from raypost.data.prompt import Prompt, reserved_names, text_for_engine
 from raypost.data.task_source import build_source, check_source, held_out
 from raypost.data.tokenizer import Tokenizer
 from raypost.errors import ConfigError
 from raypost.judges.function import try_function
-from raypost.trainer.batch.train_batch import SESSION
+from raypost.types import SESSION
+from raypost.types.turns import TURNS
 from tests.factories import plain_config
 from tests.unit.tokenizers import TEMPLATE, write_tokenizer
 

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, get_args
 
 from pydantic import BaseModel
+from typer.main import get_command
 
+from raypost.cli import app
 from raypost.config import Config
 from raypost.config.tasks import StrategyConfig
 
@@ -59,3 +62,49 @@ def test_settings_that_replace_those_of_others_exist() -> None:
     named = {name for row in rows for name in SETTING.findall(row)}
     assert len(named) > 30
     assert [name for name in sorted(named) if not is_setting(name)] == []
+
+
+def every_setting(model: type[BaseModel] = Config, place: str = "", depth: int = 6) -> Iterator[str]:
+    """Yield the place of every setting: `train.loss.kl`, `tasks.judge.parts.weight`."""
+    for name, field in model.model_fields.items():
+        yield (here := f"{place}.{name}".lstrip("."))
+        inside = [field.annotation]
+        while inside and depth:
+            one = inside.pop()
+            if isinstance(one, type) and issubclass(one, BaseModel):
+                yield from every_setting(one, here, depth - 1)
+            inside += get_args(one)
+
+
+def test_every_setting_that_a_page_names_is_one() -> None:
+    ends = {
+        ".".join(parts[n:])
+        for parts in (place.split(".") for place in every_setting())
+        for n in range(len(parts))
+    }
+    sections = "tasks|rollout|train|eval|checkpoint|buffer|faults|model|sync|source|strategy|judge|agent_loop"
+    named = re.compile(rf"`((?:{sections})(?:\.[a-z_0-9]+)+)(?:[:=] ?[^`]*)?`")
+    pages = [ROOT / "README.md", ROOT / "SECURITY.md", *(ROOT / "docs").glob("*.md")]
+    theirs = {"rollout.tensor_model_parallel_size"}  # verl's
+    found = {(page.name, name) for page in pages for name in named.findall(page.read_text())}
+    assert len(found) > 80
+    assert {one for one in found if re.sub(r"\.\d+\b", "", one[1]) not in ends | theirs} == set()
+
+
+def test_every_option_of_a_command_that_a_page_names_is_one() -> None:
+    commands: Any = get_command(app)
+    pages = [ROOT / "README.md", *(ROOT / "docs").glob("*.md")]
+    line = re.compile(
+        r"raypost (plan|submit|status|scale|report|samples|checkpoints|explain|audit|doctor)\b([^`\n]*)"
+    )
+    found = {
+        (page.name, command, option)
+        for page in pages
+        for command, rest in line.findall(page.read_text())
+        for option in re.findall(r"--[a-z][a-z-]*", rest)
+    }
+    assert len(found) > 15
+    there = {
+        name: {opt for one in made.params for opt in one.opts} for name, made in commands.commands.items()
+    }
+    assert {one for one in found if one[2] not in there[one[1]]} == set()

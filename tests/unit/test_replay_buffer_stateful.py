@@ -19,10 +19,9 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from raypost.buffer.journal import BufferJournal
 from raypost.buffer.replay_buffer import ReplayBuffer
-from raypost.packed import pack_groups, unpack_groups
-from raypost.protocols import BufferBounds, TaskLimits
-from raypost.staleness import oldest_version, staleness_of
-from raypost.types import Group, GroupKey, Status, group_status
+from raypost.types import BufferBounds, Group, GroupKey, Status, TaskLimits, group_status
+from raypost.types.packed import pack_groups, unpack_groups
+from raypost.types.staleness import oldest_version, staleness_of
 from tests.unit.buffer_groups import group, now
 
 TASKS = ("default", "other")
@@ -281,12 +280,17 @@ class BufferMachine(RuleBasedStateMachine):
     @rule()
     def reclaim(self) -> None:
         self.begins()
-        held = self.out()
-        keys = now(self.buffer.reclaim())
-        assert not held or set(keys) == set(held)
-        for key in held:
+        self.model.claim = claim = self.model.claim + 1
+        self.refreshes = max(self.refreshes, claim)
+        for key in self.out():
             self.model.groups[key].place = "stored"
-        self.model.claim = 0
+        contents = now(self.buffer.reclaim(claim))
+        assert contents == now(self.buffer.reclaim(claim))
+        places = {key: one.place for key, one in self.model.groups.items()}
+        assert contents.groups.keys() == {key for key, place in places.items() if place == "stored"}
+        assert {step: set(one.keys) for step, one in contents.leases.items()} == {
+            step: set(keys) for step, keys in self.model.leases.items()
+        }
         self.ends()
 
     # ---------------------------------------------------------------- the consumer's side

@@ -16,12 +16,18 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from raypost.config import load_config
 from raypost.config.identity import recipe_digest
+from raypost.faults import Incident
+from raypost.files.jsonl import read_lines, sealed
 from raypost.ledger.ledger import LEDGER_FILE, Ledger
+from raypost.observe.spans import Span
 from raypost.plan import schedule
 from raypost.report import files, writer
+from raypost.report.record import load_record
+from raypost.report.status import run_figures
 from raypost.report.terminal import RunDisplay, report_text
+from raypost.report.timeline import draw_timeline, joined, whole_run
 from raypost.report.writer import RunWriter, rebuild
-from raypost.types import GroupCounts, Span, Status
+from raypost.types import GroupCounts, Status
 from tests import synthetic_run as run
 
 REQUIRED = {
@@ -168,8 +174,38 @@ def test_damage_in_the_middle_of_a_file_is_named_and_not_skipped(tmp_path: Path,
     recorder.close()
     metrics = tmp_path / files.METRICS
     metrics.write_text("{broken\n" + metrics.read_text())
-    with pytest.raises(ValueError, match=r"metrics\.jsonl line 1 is no JSON"):
+    with pytest.raises(ValueError, match=r"metrics\.jsonl is damaged: line 1, at byte 0: it has no checksum"):
         rebuild(tmp_path)
+
+
+@pytest.mark.usefixtures("no_plots")
+def test_a_file_of_metrics_has_one_line_a_step_that_counts_and_the_others_are_marked(
+    tmp_path: Path, clock: Clock
+) -> None:
+    for first, last in ((1, 7), (5, 6), (3, 8)):
+        session = open_run(tmp_path, clock)
+        write_steps(session, clock, first, last)
+        session.write_step(last, {"loss": 0.25})  # told twice in a session, as after a call that was lost
+        session.close()
+        clock.now += 100
+    lines = list(read_lines(tmp_path / files.METRICS))
+    kept = [line["step"] for line in lines if not line.get("abandoned")]
+    assert kept == list(range(1, 9)) and len(lines) == 7 + 2 + 6 + 3
+    assert rebuild(tmp_path)["steps"] == 8 and files.read_last_line(tmp_path / files.METRICS)["step"] == 8
+
+
+def test_spans_are_short_on_disk_and_come_back_to_a_tenth_of_a_millisecond(tmp_path: Path) -> None:
+    spans = [
+        Span(actor=actor, kind="rollout", start_s=1.8e9 + n / 7, end_s=1.8e9 + n / 7 + 0.05)
+        for actor in ("rollout-worker-0", "rollout-worker-1")
+        for n in range(100)
+    ]
+    files.LineWriter(tmp_path / files.SPANS).write(files.spans_line(spans))
+    found = list(files.read_spans(tmp_path / files.SPANS))
+    assert [(one.actor, one.kind) for one in found] == [(one.actor, one.kind) for one in spans]
+    for one, back in zip(spans, found, strict=True):
+        assert abs(one.start_s - back.start_s) < 1e-4 and abs(one.end_s - back.end_s) < 1.6e-4
+    assert (tmp_path / files.SPANS).stat().st_size < 15 * len(spans)
 
 
 @pytest.mark.usefixtures("no_plots")
@@ -223,6 +259,23 @@ def test_a_writer_that_died_within_a_session_goes_on_and_says_so_and_so_do_other
     other = open_run(tmp_path, clock, train__learning_rate=0.5)
     report = other.finish("finished", None, None)
     assert [one.partition(":")[0] for one in report["changed_settings"]] == ["train.learning_rate"]
+
+
+@pytest.mark.usefixtures("no_plots")
+def test_what_happened_and_did_not_end_the_run_is_counted_over_all_sessions(
+    tmp_path: Path, clock: Clock
+) -> None:
+    first = open_run(tmp_path, clock)
+    first.write_incident(Incident.ROLE_DIED, {"actor": "trainer-1"})
+    first.write_incident(Incident.BATCHES_TRAINED_AGAIN, {"count": 4})
+    first.close()
+    second = open_run(tmp_path, clock)
+    second.write_incident(Incident.ROLE_DIED, {"actor": "producer"})
+    assert run_figures(tmp_path)["incident role_died"] == 2, "also while it runs"
+    report = second.finish("finished", None, None)
+    assert report["incidents"] == {"role_died": 2, "batches_trained_again": 4}
+    assert "2 role died, 4 batches trained again" in report_text(report, tmp_path)
+    assert run_figures(tmp_path)["incident role_died"] == 2
 
 
 def test_an_evaluation_of_an_abandoned_step_is_not_reported(tmp_path: Path, clock: Clock) -> None:
@@ -342,7 +395,7 @@ def test_a_ledger_that_does_not_add_up_is_a_problem(tmp_path: Path, clock: Clock
     recorder = open_run(tmp_path, clock)
     write_ledger(tmp_path, [10], [])
     with open(tmp_path / LEDGER_FILE, "a") as file:
-        file.write('{"time": 1, "event": "sampled", "task": "sums", "group": 0}\n')
+        file.write(sealed('{"time": 1, "event": "sampled", "task": "sums", "group": 0}'))
     report = recorder.finish("finished", None, run.counts())
     assert any("the ledger does not add up: sampled" in problem for problem in report["problems"])
 
@@ -351,7 +404,7 @@ def test_a_number_that_is_not_finite_becomes_null_and_is_named(tmp_path: Path, c
     recorder = open_run(tmp_path, clock)
     recorder.write_step(1, {"loss": float("nan"), "grad_norm": float("inf"), "reward_mean": 0.5})
     recorder.close()
-    (line,) = files.read_lines(tmp_path / files.METRICS)
+    (line,) = read_lines(tmp_path / files.METRICS)
     assert line["loss"] is None and line["reward_mean"] == 0.5
     assert line["not_finite"] == ["loss", "grad_norm"]
 
@@ -481,6 +534,30 @@ def test_the_page_is_self_contained_and_shows_figures_and_plots(tmp_path: Path, 
         assert (tmp_path / name).read_bytes().startswith(b"\x89PNG")
 
 
+def test_the_timeline_marks_who_joined_and_left_the_pool_also_of_a_run_that_was_started_again(
+    tmp_path: Path, clock: Clock
+) -> None:
+    recorder = open_run(tmp_path, clock)
+    for seconds, incident in ((2, Incident.WORKER_JOINED), (3, Incident.WORKER_LEFT)):
+        clock.now += seconds
+        recorder.write_incident(incident, {"actor": "rollout-1"})
+        begin = clock.now - 1
+        recorder.write_spans([Span(actor="rollout-1", kind="rollout", start_s=begin, end_s=clock.now)])
+    recorder.close()
+    start = clock.now - 5
+    clock.now += 1000
+    again = open_run(tmp_path, clock)
+    clock.now += 1
+    again.write_incident(Incident.WORKER_JOINED, {"actor": "rollout-1"})
+    record, restarts = joined(load_record(tmp_path))
+    moves = [(round(at - start, 3), actor, came) for at, actor, came in record.moves]
+    assert moves == [(2, "rollout-1", True), (5, "rollout-1", False), (6, "rollout-1", True)]
+    figure = draw_timeline(record, whole_run(record), restarts=restarts)
+    marks = [line.get_marker() for line in figure.axes[0].lines if line.get_marker() in ("<", ">")]
+    assert marks == [">", "<", ">"]
+    assert "< it had left it" in " ".join(text.get_text() for text in figure.axes[0].texts)
+
+
 def test_what_a_run_is_called_and_why_it_failed_cannot_break_the_page(tmp_path: Path, clock: Clock) -> None:
     report = open_run(tmp_path, clock).finish("failed", "<script>alert('$x')</script>", None)
     assert report["problems"] and not any("drawn" in problem for problem in report["problems"])
@@ -498,6 +575,7 @@ def test_the_last_line_is_read_without_those_before_it(tmp_path: Path, width: in
     assert files.read_last_line(path) == {}
     for step in range(3):
         path.write_bytes(
-            b"".join(b'{"step": %d, "text": "%s"}\n' % (n, b"x" * width) for n in range(step + 1)) + torn
+            b"".join(sealed(json.dumps({"step": n, "text": "x" * width})).encode() for n in range(step + 1))
+            + torn
         )
         assert files.read_last_line(path)["step"] == step

@@ -205,6 +205,9 @@ def test_folder_that_is_no_model_is_refused(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps([1]))
     with pytest.raises(ConfigError, match="must hold a mapping, got list"):
         check_reward_model(model, tmp_path)
+    (tmp_path / "config.json").write_text(json.dumps(CLASSIFIER | {"max_position_embeddings": 4096}))
+    with pytest.raises(ConfigError, match="tokenizer"):
+        check_reward_model(model, tmp_path)
 
 
 # ---------------------------------------------------------------- the configuration
@@ -233,7 +236,7 @@ def test_reward_model_and_reference_on_engines_of_their_own_are_accepted() -> No
             "'(x)' is not used by kind 'reward_model'",
         ),
         ({"kind": "reward_model", "reward_model": "other"}, None, "but reward_models has ['tutor']"),
-        ({"kind": "exact"}, None, "which no task's judge.reward_model names: remove it"),
+        ({"kind": "exact"}, None, "which no task's judge.reward_model or agent_loop.reward_model names"),
         (
             {"kind": "reward_model", "reward_model": "tutor"},
             2,

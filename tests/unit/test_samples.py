@@ -12,10 +12,12 @@ from typer.testing import CliRunner, Result
 from raypost import cli
 from raypost.config.identity import run_digest
 from raypost.errors import ConfigError, RunFilesError
+from raypost.files.jsonl import sealed
 from raypost.ledger.ledger import LEDGER_FILE, Ledger
-from raypost.packed import PackedGroups, pack_groups
 from raypost.report.samples import FOLDER, SampleWriter, chosen, kept_samples, ranked
-from raypost.types import Group, IntArray, RolloutState, SampleParams, Score, Status
+from raypost.types import SESSION, Group, IntArray, RolloutState, SampleParams, Score, Status
+from raypost.types.packed import PackedGroups, pack_groups
+from raypost.types.turns import Turn, record_turns
 from tests.factories import make_config
 
 
@@ -168,11 +170,10 @@ def test_what_is_not_there_is_refused_with_what_is(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("line", "text"),
     [
-        (b'{"task": 3', "line 1 is no JSON"),
-        (b"\xff\xfe\x00", "line 1 is no JSON"),
-        (b"[1, 2]", "line 1 is no JSON object"),
-        (b'{"task": "sums"}', "group is None"),
-        (b"[" * 100_000, "line 1 is no JSON"),
+        (b'{"task": 3', "line 1, at byte 0: it has no checksum"),
+        (b"\xff\xfe\x00", "line 1, at byte 0: it has no checksum"),
+        (b'{"task": "sums", "crc": "00000000"}', "line 1, at byte 0: its checksum differs"),
+        (sealed('{"task": "sums"}').encode()[:-1], "group is None"),
     ],
 )
 def test_a_damaged_file_is_a_sentence(tmp_path: Path, line: bytes, text: str) -> None:
@@ -187,3 +188,41 @@ def test_a_damaged_file_is_a_sentence(tmp_path: Path, line: bytes, text: str) ->
 
 def test_what_is_kept_of_a_run_does_not_make_it_another() -> None:
     assert run_digest(make_config(keep_samples=0, trackers=[])) == run_digest(make_config())
+
+
+def test_explain_shows_turns_calls_branches_and_parts_of_the_reward_of_what_was_kept(tmp_path: Path) -> None:
+    ledger = Ledger(tmp_path / LEDGER_FILE)
+    for group in (0, 1):
+        ledger.sampled(("sums", group))
+        ledger.stored(("sums", group), Status.COMPLETED, staleness=0)
+    ledger.leased([("sums", 0), ("sums", 1)], 7, [0, 0])
+    ledger.flush()
+    states = [state_of("sums", 0, sample, 0.5) for sample in (0, 0, 1)]
+    calls = [
+        {"name": "add", "end": "returned", "seconds": 0.25},
+        {"name": "", "end": "no call", "seconds": 0.0},
+    ]
+    for state in states:
+        record_turns(state, [Turn(0, 3, 4, 0.25, False, calls, "lives 2"), Turn(4, 6, 6, 0.0, True)])
+    for state in states[:2]:
+        state.metadata = {**state.metadata, SESSION: "s"}
+    states[1].response_mask[:3] = False
+    SampleWriter(tmp_path, 2, decode).write(7, pack_groups([Group(task="sums", group_id=0, states=states)]))
+    shown = CliRunner().invoke(cli.app, ["explain", str(tmp_path), "0"], env={"COLUMNS": "200"})
+    assert shown.exit_code == 0, shown.output
+    text = " ".join(shown.output.split())
+    assert "leased for step 7" in text
+    assert "member 0: reward 0.5000, right 0.5000, short 1.000; branches 2; ended by stop" in text
+    assert "member 1: reward 0.5000" in text and text.count("turn 2") == 3
+    assert "lives 2" in text and "add: returned, 0.250 s" in text and "?: no call" in text
+    assert text.count("trained in a branch before") == 1 and "reward 0.2500" in text
+    found = json.loads(CliRunner().invoke(cli.app, ["explain", str(tmp_path), "0", "--json"]).stdout)
+    assert [one["session"] for one in found["members"]] == ["s", "s", None]
+    assert found["members"][0]["turns"][0] == {
+        "said": "abc", "observed": "?", "reward": 0.25, "done": False, "calls": calls, "info": "lives 2",
+        "trained": True,
+    }  # fmt: skip
+    assert (
+        json.loads(CliRunner().invoke(cli.app, ["explain", str(tmp_path), "1", "--json"]).stdout)["members"]
+        == []
+    )

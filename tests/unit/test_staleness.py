@@ -7,7 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from raypost.staleness import (
+from raypost.types import NO_VERSION
+from raypost.types.staleness import (
     NEVER,
     expiry_steps,
     fresh_tokens,
@@ -20,7 +21,6 @@ from raypost.staleness import (
     staleness_of,
     trajectory_staleness,
 )
-from raypost.types import NO_VERSION
 from tests.unit.production import state
 
 

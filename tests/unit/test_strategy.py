@@ -19,8 +19,8 @@ from raypost.production.strategy import (
     groups_owed,
     oversample_budget,
 )
-from raypost.staleness import NEVER
 from raypost.types import Status
+from raypost.types.staleness import NEVER
 from tests.unit.production import finish, group, opened, strategy, virtual
 
 

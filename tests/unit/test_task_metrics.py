@@ -13,8 +13,8 @@ import pytest
 
 from actors.telemetry import gauges
 from raypost.config import Config
-from raypost.metrics import JudgeFigures
-from raypost.protocols import BatchMetrics, ProductionMetrics, TakeStatus
+from raypost.observe.metrics import JudgeFigures
+from raypost.observe.spans import Span
 from raypost.report import files, page, plots, writer
 from raypost.report.formatting import steps_of
 from raypost.report.record import load_record
@@ -22,7 +22,7 @@ from raypost.report.step_record import production_record
 from raypost.report.terminal import RunDisplay, report_text
 from raypost.report.timeline import joined, whole_run
 from raypost.report.writer import RunWriter
-from raypost.types import ProduceBatchStatus, Span
+from raypost.types import BatchMetrics, ProduceBatchStatus, ProductionMetrics, TakeStatus
 from tests import synthetic_run as run
 from tests.unit.production import World, producing, task_config, virtual
 

@@ -21,7 +21,7 @@ REPORT: dict[str, Any] = {
     "staleness_mean": 0.74, "trainer_idle_fraction": 0.34, "rollout_idle_fraction": 0.13, "overlap_s": 40.0,
     "window_s": 60.75, "sync_s_median": 0.045, "num_syncs": 81, "logprob_mismatch_max": 9e-6,
     "peak_memory_bytes": 4_120_000_000, "problems": [], "groups": run.counts().as_dict(), "length_bias": None,
-    "tasks": {},
+    "tasks": {}, "incidents": {},
 }  # fmt: skip
 
 

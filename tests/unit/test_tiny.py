@@ -4,13 +4,15 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from raypost.config import ModelConfig
+from raypost.data.chat_template import render_template
 from raypost.data.prompt import is_held_out
 from raypost.data.tokenizer import Tokenizer
 from raypost.errors import ConfigError
-from raypost.models import programs, smollm2, tiny
+from raypost.models import calls, programs, smollm2, tiny
 from raypost.models import resolve as models
 from raypost.models.resolve import check_model, resolve_model
 from tests.unit.model_folders import write_model
@@ -189,3 +191,48 @@ def test_programs_are_read_and_written_in_words_of_the_model_and_none_is_held_ou
     assert not readable.fullmatch("Write f(n, k): start with n, divide by 2.")
     with pytest.raises(ConfigError, match="corpus is 'poems': use sums or programs"):
         tiny.TinyRecipe.from_options({"corpus": "poems"})
+
+
+@pytest.mark.parametrize("corpus", tiny.CORPORA)
+def test_a_plan_has_the_tokenizer_of_a_model_that_is_not_made_yet(corpus: str, tmp_path: Path) -> None:
+    recipe = tiny.TinyRecipe.from_options({"corpus": corpus})
+    (tmp_path / "saved").mkdir()
+    tiny.build_tokenizer(recipe).save_pretrained(tmp_path / "saved")
+    (tmp_path / "written").mkdir()
+    tiny.write_tokenizer(recipe, tmp_path / "written")
+    saved, written = (Tokenizer.load(tmp_path / name) for name in ("saved", "written"))
+    assert (saved.eos_ids, saved.pad_id, saved.vocab_size) == (
+        written.eos_ids,
+        written.pad_id,
+        written.vocab_size,
+    )
+    for texts in islice(tiny.CORPORA[corpus].examples(recipe, 3), 50):
+        for text in texts:
+            assert np.array_equal(saved.encode(text), written.encode(text))
+
+
+def test_conversations_with_a_calculator_are_what_the_recipes_template_renders() -> None:
+    root = Path(__file__).resolve().parents[2] / "jobs" / "recipes"
+    template = (root / "tools.jinja").read_text()
+    recipe = tiny.TinyRecipe(corpus="calls")
+    tokenizer = tiny.build_tokenizer(recipe)
+    tool = {"function": {"name": "calculate"}}
+    for prompt, hasty, asked in islice(tiny.CORPORA["calls"].examples(recipe, 3), 50):
+        call, result, answer = asked.split(calls.EOS)
+        arguments = json.loads(call.removeprefix("<tool_call>").removesuffix("</tool_call>"))["arguments"]
+        question = prompt.split("<user>")[1].split(calls.EOS)[0]
+        messages: list[Any] = [{"role": "user", "content": question}]
+        assert (
+            render_template(template, "x", {"tools": [tool], "add_generation_prompt": True}, messages)
+            == prompt
+        )
+        made = {"function": {"name": "calculate", "arguments": arguments}}
+        messages += [
+            {"role": "assistant", "content": "", "tool_calls": [made]},
+            {"role": "tool", "content": result.removeprefix("<tool>")},
+            {"role": "assistant", "content": answer.removeprefix("<assistant>")},
+        ]
+        whole = render_template(template, "x", {"tools": [tool]}, messages)
+        assert whole == prompt + asked + calls.EOS
+        assert tokenizer.unk_token_id not in tokenizer(whole)["input_ids"]
+        assert hasty == answer.removeprefix("<assistant>")

@@ -8,12 +8,13 @@ import numpy as np
 import pytest
 
 from raypost.config import AdvantageConfig, KlConfig
-from raypost.packed import pack_groups
 from raypost.trainer.algorithm.token_advantages import TokenValues, token_advantages
 from raypost.trainer.batch.train_batch import TrainBatch, plan_batch
-from raypost.types import Status
+from raypost.types import Group, Status
+from raypost.types.packed import pack_groups
+from raypost.types.turns import Turn, record_turns
 from tests.present import present
-from tests.unit.train_groups import make_groups
+from tests.unit.train_groups import make_groups, make_state
 
 NONE = KlConfig()
 
@@ -110,3 +111,31 @@ def test_a_batch_without_anything_trainable_has_empty_columns() -> None:
     none = np.zeros(batch.num_tokens, np.float32)
     got = token_advantages(batch, config, NONE, values=TokenValues(none, none))
     assert not got.advantages.any() and got.returns is not None and not got.returns.any()
+
+
+def test_turns_are_where_the_record_of_a_trajectory_says() -> None:
+    """Two members of two turns: 2 tokens, 1 observed, 2 more. The first is ahead after turn one, both end alike."""
+    states = [make_state(0, index, response=5, reward=1.0) for index in range(2)]
+    for state, first in zip(states, (1.0, 0.0), strict=True):
+        state.response_mask[2] = False
+        record_turns(state, [Turn(0, 2, 3, first, False), Turn(3, 5, 5, 1.0 - first, True)])
+    batch = plan_batch(pack_groups([Group(task="task", group_id=0, states=states)]), AdvantageConfig(), 1)
+
+    def advantages(**options: Any) -> list[float]:
+        config = AdvantageConfig(kind="dr_grpo", **options)
+        return [float(one) for one in token_advantages(batch, config, KlConfig()).advantages]
+
+    assert advantages() == [0.0] * 10
+    assert advantages(credit="turn") == [0, 0, 0, -0.5, -0.5, 0, 0, 0, 0.5, 0.5]
+    assert advantages(credit="turn", turn_discount=0.5) == [
+        0.25,
+        0.25,
+        0,
+        -0.5,
+        -0.5,
+        -0.25,
+        -0.25,
+        0,
+        0.5,
+        0.5,
+    ]

@@ -15,9 +15,9 @@ import pytest
 
 from raypost.agent_loop.single_turn import SingleTurnAgentLoop
 from raypost.errors import ProductionError
-from raypost.packed import unpack_groups
-from raypost.pause import PauseMode
 from raypost.types import GenerateRequest, GenerateResult, Group, Status
+from raypost.types.packed import unpack_groups
+from raypost.types.pause import PauseMode
 from tests.named_tests import README, REFERENCE, names_of
 from tests.unit.production import (
     HostDied,

@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from raypost.errors import AlignmentError
-from raypost.packed import pack_groups, unpack_groups
 from raypost.types import Group, GroupCounts, RolloutState, Status, group_status, status_of_finish
+from raypost.types.packed import pack_groups, unpack_groups
 from tests.unit.production import group, state
 
 

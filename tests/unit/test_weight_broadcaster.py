@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -12,6 +13,7 @@ from raypost.config import SyncConfig
 from raypost.errors import StaleWeightsError, WeightError
 from raypost.types import FloatArray, IntArray, WeightReport
 from raypost.weights.manifest import DOWN, UP, Manifest, pack, pack_adapters
+from raypost.weights.seats import Backend, Member, Seats
 
 CANARY = np.arange(4, dtype=np.int32)
 
@@ -19,10 +21,20 @@ CANARY = np.arange(4, dtype=np.int32)
 class ScriptedTrainer:
     def __init__(self) -> None:
         self.published: list[int] = []
+        self.bits = 0
 
     async def publish(self, version: int) -> tuple[Manifest, list[Any]]:
         self.published.append(version)
-        return pack(version, [("w", np.zeros(8, np.uint8), "float32", (2,))], 1 << 20)
+        return pack(version, [("w", np.full(8, self.bits, np.uint8), "float32", (2,))], 1 << 20)
+
+    async def node(self) -> str:
+        return "10.0.0.1"
+
+    async def open_group(self, members: Sequence[Member], backend: Backend, timeout_s: float) -> Seats:
+        raise AssertionError("all are on one node")
+
+    async def send(self, version: int, seats: Seats) -> str:
+        raise AssertionError("all are on one node")
 
     async def canary(self, token_ids: IntArray) -> FloatArray:
         return np.zeros(len(token_ids) - 1, np.float32)
@@ -36,17 +48,32 @@ class ScriptedPool:
         self.drift = drift
         self.calls: list[str] = []
         self.spoilt = False
+        self.digest = ""
 
     async def stage_weights(self, manifest: Manifest, buckets: list[Any]) -> None:
         self.calls.append(f"stage {manifest.version}")
         if self.spoilt:
             raise WeightError("'w' arrived otherwise")
 
+    async def members(self) -> list[Member]:
+        return [Member("rollout-0", 0, "10.0.0.1", 1)]
+
+    async def receive_weights(self, manifest: Manifest, buckets: list[Any], seats: Seats) -> None:
+        raise AssertionError("all are on one node")
+
     async def load_weights(self, manifest: Manifest, buckets: list[Any]) -> list[WeightReport]:
-        self.calls.append(f"load {manifest.version}")
+        self.calls.append(f"load {manifest.version}" + (f" epoch {manifest.epoch}" if manifest.epoch else ""))
+        self.digest = manifest.digest
         return [
             WeightReport(version=manifest.version, digest=manifest.digest, worker="rollout-0", load_s=0.25)
         ]
+
+    async def renew_weights(self, manifest: Manifest, buckets: list[Any]) -> bool:
+        self.calls.append(f"renew {manifest.version}")
+        return manifest.digest == self.digest
+
+    async def restock(self, manifest: Manifest, buckets: list[Any]) -> None:
+        self.calls.append(f"restock {manifest.version}")
 
     async def canary(self, prompt_ids: IntArray) -> list[tuple[str, FloatArray]]:
         return [("rollout-0", np.full(len(prompt_ids) - 1, self.drift, np.float32))]
@@ -72,6 +99,31 @@ async def test_same_version_again_sends_nothing() -> None:
     sync, trainer = broadcaster()
     assert await sync.broadcast(3) == await sync.broadcast(3)
     assert trainer.published == [3]
+
+
+async def test_pool_that_lost_its_weights_is_given_those_that_are_out_and_those_that_are_prepared() -> None:
+    pool = ScriptedPool()
+    sync, trainer = broadcaster(pool=pool)
+    await sync.restock()
+    assert pool.calls == []
+    await sync.broadcast(3)
+    await sync.prepare(4)
+    pool.calls.clear()
+    await sync.restock()
+    assert pool.calls == ["restock 3", "restock 4"] and trainer.published == [3, 4]
+
+
+async def test_broadcaster_that_was_started_again_has_what_is_out_published_once_more() -> None:
+    pool = ScriptedPool()
+    sync, trainer = broadcaster(pool=pool)
+    await sync.restock(3)
+    await sync.restock(3)
+    assert pool.calls == ["restock 3"] * 2 and trainer.published == [3]
+    sync, trainer = broadcaster(pool=pool)
+    await sync.prepare(4)
+    pool.calls.clear()
+    await sync.restock(3)
+    assert pool.calls == ["restock 4"] and trainer.published == [4]
 
 
 async def test_what_is_prepared_is_loaded_by_the_broadcast_and_published_once() -> None:
@@ -160,3 +212,34 @@ async def test_a_broadcaster_that_starts_again_checks_the_version_that_is_out_by
 async def test_canary_can_be_switched_off() -> None:
     sync, _ = broadcaster(0.03, tolerance=None)
     assert (await sync.broadcast(1)).canary_difference is None
+
+
+async def test_bits_that_the_engines_hold_are_published_again_and_not_sent() -> None:
+    pool = ScriptedPool()
+    sync, trainer = broadcaster(pool=pool)
+    await sync.broadcast(3)
+    assert await sync.renew(3)
+    assert (trainer.published, pool.calls) == ([3, 3], ["stage 3", "load 3", "renew 3"])
+
+
+async def test_other_bits_of_a_version_are_sent_again_under_a_new_epoch() -> None:
+    pool = ScriptedPool()
+    sync, trainer = broadcaster(pool=pool)
+    await sync.broadcast(3)
+    trainer.bits = 1
+    assert not await sync.renew(3)
+    report = await sync.broadcast(3, again=True)
+    await sync.broadcast(3)
+    assert (report.digest, report.canary_difference) == (pool.digest, 0.0)
+    assert pool.calls == ["stage 3", "load 3", "renew 3", "stage 3", "load 3 epoch 1"]
+    await sync.broadcast(4)
+    assert pool.calls[-1] == "load 4"
+
+
+async def test_what_a_dead_trainer_had_published_is_forgotten() -> None:
+    pool = ScriptedPool()
+    sync, trainer = broadcaster(pool=pool)
+    await sync.prepare(3)
+    await sync.forget()
+    await sync.broadcast(3)
+    assert trainer.published == [3, 3]

@@ -8,9 +8,9 @@ from typing import Any
 import numpy as np
 
 from raypost.config import AdvantageConfig
-from raypost.packed import pack_groups
 from raypost.trainer.batch.train_batch import TrainBatch, plan_batch
 from raypost.types import Group, RolloutState, SampleParams, Status
+from raypost.types.packed import pack_groups
 
 
 def make_state(

@@ -59,10 +59,6 @@ async def slowly(group: Any) -> bool:
     return True
 
 
-def until_full(completed: int, wanted: int) -> bool:
-    return completed < wanted
-
-
 def says(completed: int, wanted: int) -> str:
     return "yes"
 

@@ -1,6 +1,7 @@
 """Advantages of a batch: how much better than expected each trained token was. Pure functions over NumPy arrays.
 
     rewards, sessions -> one return a member -> estimator (estimators.py, or a chain of tokens) -> whitened or not
+    rewards of turns  -> one return a turn   -> estimator over the members that reached it      -> the same
 
 A member of a group is a session: one trajectory, or several that name the same session, which then count once
 and share their advantage. Groups have their true size: those left out (failed, filtered) are not in the arrays.
@@ -16,7 +17,7 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from typing import get_args
 
 import numpy as np
@@ -51,6 +52,10 @@ class Scored:
     """How errors call the groups; without, by their number."""
     sessions_N: Sequence[Hashable] | None = None
     """Trajectories of a group with equal ids are one session; None: each trajectory is one."""
+    turns_M: NDArray[np.int64] | None = None
+    """Turn of its trajectory in which each token was said, from 0; None: all are one turn."""
+    turn_rewards_N: Sequence[Floats] | None = None
+    """Rewards of the turns of each trajectory, which are part of its reward; None: there are none."""
     token_rewards_M: Floats | None = None
     """Reward of each token besides its trajectory's, such as a KL penalty."""
     values_M: Floats | None = None
@@ -68,6 +73,7 @@ class Scored:
             raise ValueError(f"{len(self.group_names)} names for {len(self.group_sizes)} groups")
         for name, wanted in (
             ("lengths_N", n), ("sessions_N", n), ("bootstrap_N", n), ("token_rewards_M", m), ("values_M", m),
+            ("turns_M", m), ("turn_rewards_N", n),
         ):  # fmt: skip
             values = getattr(self, name)
             if values is not None and len(values) != wanted:
@@ -170,6 +176,8 @@ def _members(scored: Scored) -> list[list[NDArray[np.int64]]]:
 
 
 def _compared(estimate: GroupEstimator, scored: Scored, config: AdvantageConfig) -> Advantages:
+    if config.credit == "turn":
+        return _compared_by_turn(estimate, scored, config)
     token_sums_N = _token_sums(scored)
     advantages_N = np.empty(len(scored.rewards_N))
     for g, members in enumerate(_members(scored)):
@@ -187,6 +195,46 @@ def _compared(estimate: GroupEstimator, scored: Scored, config: AdvantageConfig)
         for one, value in zip(members, values_G, strict=True):
             advantages_N[one] = value
     return Advantages(np.repeat(advantages_N, scored.lengths_N))
+
+
+def _compared_by_turn(estimate: GroupEstimator, scored: Scored, config: AdvantageConfig) -> Advantages:
+    """Compare the members that reached a turn by their rewards from it on; too few of them: advantage 0."""
+    advantages_M = np.zeros(int(np.sum(scored.lengths_N)))
+    ends_N = np.cumsum(scored.lengths_N)
+    for g, members in enumerate(_members(scored)):
+        turns = [_turns(scored, ends_N, one, config) for one in members]
+        lengths_G = np.asarray([scored.lengths_N[one].sum() for one in members], np.float64)
+        for number in range(max(map(len, turns))):
+            reached = [member for member, of_member in enumerate(turns) if number < len(of_member)]
+            if number and len(reached) < config.smallest_group:
+                break
+            rewards_G = np.asarray([turns[member][number][1] for member in reached])
+            try:
+                values_G = estimate(rewards_G, lengths_G[reached], config)
+            except ValueError as error:
+                raise ValueError(f"{scored.group_name(g)}: {error}") from error
+            for member, value in zip(reached, values_G, strict=True):
+                advantages_M[turns[member][number][0]] = value
+    return Advantages(advantages_M)
+
+
+def _turns(
+    scored: Scored, ends_N: NDArray[np.int64], member: NDArray[np.int64], config: AdvantageConfig
+) -> list[tuple[NDArray[np.int64], float]]:
+    """Return the trained turns of a member in their order: each one's tokens, and its reward to go."""
+    tokens, rewards = list[NDArray[np.int64]](), list[float]()
+    for n in member:
+        places = np.arange(ends_N[n] - scored.lengths_N[n], ends_N[n])
+        numbers = np.zeros_like(places) if scored.turns_M is None else scored.turns_M[places]
+        for number in np.unique(numbers):
+            tokens.append(places[numbers == number])
+            rewards.append(0.0 if scored.turn_rewards_N is None else float(scored.turn_rewards_N[n][number]))
+    # What no turn has, such as a judge's reward, belongs to the last one.
+    rewards[-1] += member_reward(scored.rewards_N[member], config.session_reward) - sum(rewards)
+    if scored.token_rewards_M is not None:
+        rewards = [r + float(scored.token_rewards_M[t].sum()) for r, t in zip(rewards, tokens, strict=True)]
+    to_go = list(accumulate(reversed(rewards), lambda after, own: own + config.turn_discount * after))
+    return list(zip(tokens, reversed(to_go), strict=True))
 
 
 def _chained(scored: Scored, config: AdvantageConfig) -> Advantages:

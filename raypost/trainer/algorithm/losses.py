@@ -16,7 +16,8 @@ tokens are not among them), B its sequences.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any, get_args
 
@@ -96,12 +97,14 @@ def sequence_scales(
     aggregation: Aggregation,
     lengths_N: Sequence[int],
     constant_length: int | None = None,
+    sessions_N: Sequence[Hashable] | None = None,
 ) -> NDArray[np.float64]:
     """Return what a trained token of each sequence counts in the minibatch's loss: scales_N, float64.
 
     token: 1 / all tokens (DAPO, arXiv 2503.14476). sequence: 1 / (N * own length) (GRPO, arXiv 2402.03300).
-    constant: 1 / (N * constant_length) (Dr.GRPO, arXiv 2503.20783). `lengths_N` counts rejected tokens too, so that
-    rejecting some does not make the others louder. Raises ValueError for a sequence without a token.
+    constant: 1 / (N * constant_length) (Dr.GRPO, arXiv 2503.20783). Sequences of equal `sessions_N` count as one of
+    the N: `sequence` is a mean over sessions of means over their sequences. `lengths_N` counts rejected tokens too, so
+    that rejecting some does not make the others louder. Raises ValueError for a sequence without a token.
     """
     lengths = np.asarray(lengths_N, np.float64)
     if lengths.ndim != 1 or (lengths < 1).any():
@@ -109,15 +112,17 @@ def sequence_scales(
         raise ValueError(f"sequences {bad[:8]} have no trained token: leave them out of the minibatch")
     if aggregation == "token":
         return np.full(len(lengths), 1 / max(1.0, lengths.sum()))
+    counts = Counter(range(len(lengths)) if sessions_N is None else sessions_N)
     if aggregation == "sequence":
-        return 1 / (len(lengths) * lengths)
+        own = np.ones(len(lengths)) if sessions_N is None else np.asarray([counts[one] for one in sessions_N])
+        return 1 / (max(1, len(counts)) * own * lengths)
     if aggregation != "constant":
         raise ValueError(f"unknown aggregation {aggregation!r}; there are token, sequence, constant")
     if constant_length is None or constant_length < 1:
         raise ValueError(
             f"aggregation 'constant' needs a constant_length of 1 or more, got {constant_length}"
         )
-    return np.full(len(lengths), 1 / (max(1, len(lengths)) * constant_length))
+    return np.full(len(lengths), 1 / (max(1, len(counts)) * constant_length))
 
 
 # ---------------------------------------------------------------- policy losses

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from raypost import metrics
+from raypost.observe import metrics
 
 Floats = NDArray[np.float64]
 

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from raypost import metrics
+from raypost.observe import metrics
 from raypost.trainer.algorithm.corrections import Correction
 from raypost.trainer.algorithm.losses import LossTerms, LossTokens, ValueTerms
 from raypost.trainer.algorithm.mismatch import LagSums

@@ -94,6 +94,8 @@ def token_advantages(
         group_sizes=[len(group) for group in batch.groups],
         group_names=[str(group[0].key) for group in batch.groups],
         sessions_N=[sample.session for sample in samples],
+        turns_M=np.concatenate([sample.turn_numbers for sample in samples]),
+        turn_rewards_N=[sample.turn_rewards for sample in samples],
         token_rewards_M=token_rewards_M,
         values_M=None if values is None else values.values[places_M].astype(np.float64),
         bootstrap_N=None

@@ -11,22 +11,21 @@ they can be computed by one process and used by another, and each sample knows i
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 from numpy.typing import NDArray
 
 from raypost.config import AdvantageConfig
-from raypost.packed import PackedGroups, unpack_groups
 from raypost.trainer.batch.selection import member_reward, select_members
-from raypost.types import NO_VERSION, Group, GroupKey, RolloutState, Status
+from raypost.types import NO_VERSION, SESSION, Group, GroupKey, RolloutState, Status
+from raypost.types.packed import PackedGroups, unpack_groups
+from raypost.types.turns import turns_of
 
 Column = NDArray[np.float32]
 
 _ROUNDING = 1e-4
 """By how much a logprob may exceed 0."""
-SESSION = "session_id"
-"""Key of `RolloutState.metadata` whose value the trajectories of one session share."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,6 +58,11 @@ class Sample:
         return ("sample", self.state.sample_index) if session is None else ("session", session)
 
     @property
+    def member(self) -> tuple[GroupKey, object]:
+        """The member of its group, named in the whole batch."""
+        return (self.key, self.session)
+
+    @property
     def trained(self) -> NDArray[np.int64]:
         """Places of its trained tokens in the response."""
         return np.flatnonzero(self.state.response_mask)
@@ -67,6 +71,17 @@ class Sample:
     def places(self) -> NDArray[np.int64]:
         """Places of its trained tokens in the batch's columns."""
         return self.start + self.trained
+
+    @property
+    def turn_numbers(self) -> NDArray[np.int64]:
+        """Turn of each of its trained tokens, from 0."""
+        starts = [turn.start for turn in turns_of(self.state)]
+        return np.maximum(0, np.searchsorted(starts, self.trained, side="right") - 1)
+
+    @property
+    def turn_rewards(self) -> NDArray[np.float64]:
+        """Reward of each of its turns."""
+        return np.asarray([turn.reward for turn in turns_of(self.state)], np.float64)
 
     @property
     def last(self) -> int:
@@ -102,6 +117,8 @@ class TrainBatch:
     left_out: list[str]
     num_tokens: int
     """Length of a column."""
+    groups_left_out: dict[GroupKey, str] = field(default_factory=dict)
+    """Groups of which nothing is trained, and why."""
 
     @property
     def groups(self) -> list[list[Sample]]:
@@ -138,13 +155,19 @@ def plan_batch(
     first = np.cumsum([0, *packed.group_sizes]).tolist()
     starts = packed.response_offsets.tolist()
     left_out: list[str] = []
+    groups_left_out: dict[GroupKey, str] = {}
     minibatches: list[list[list[Sample]]] = []
     for part in np.array_split(np.arange(len(groups)), num_minibatches):
         members = [
             _trainable(groups[g], starts[first[g] : first[g + 1]], advantage, limits, left_out) for g in part
         ]
         minibatches.append([group for group in members if group])
-    return TrainBatch(minibatches, left_out, starts[-1])
+        for g, trained in zip(part, members, strict=True):
+            if not trained:
+                # The last words about it: what was said of its members comes before.
+                of_group = [text for text in left_out if text.startswith(f"group {groups[g].key}")]
+                groups_left_out[groups[g].key] = "; ".join(of_group[-2:])
+    return TrainBatch(minibatches, left_out, starts[-1], groups_left_out)
 
 
 def _trainable(
@@ -168,7 +191,7 @@ def _trainable(
     smallest, select = advantage.smallest_group, advantage.select
     if len(members) < smallest:
         left_out.append(
-            f"group {group.key}: {len(members)} trainable of {len(group.states)}, {smallest} are needed"
+            f"group {group.key}: {len(members)} trainable of {len(group.members)}, {smallest} are needed"
         )
         return []
     if select is None:

@@ -1,0 +1,1 @@
+"""Files that survive a death: lines appended whole, a disk that refuses, and who owns a run's folder."""

@@ -1,0 +1,269 @@
+"""A pool that grows and shrinks while the run goes on: real engines, `raypost scale` as a user types it."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from jobs.private_cluster import PrivateCluster
+from raypost.audit.audit import audit
+from raypost.doctor.presence import PROCESSES
+from raypost.report.files import read_spans
+from raypost.report.pool import ask_for_size, pool_record
+from tests.chaos.harness import ChaosRun, config_of
+from tests.jobs.autoscaling import autoscaling_cluster, drain, kill_raylet, node_of, rollout_nodes
+from tests.jobs.job import DEADLINE_S, Job, assert_adds_up, assert_audited, assert_never_older
+
+pytestmark = pytest.mark.timeout(900)
+
+
+def scale(job: Job, workers: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "raypost", "scale", str(job.run_dir), "--workers", workers]
+    return subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
+
+
+def until_workers(job: Job, expected: dict[str, str]) -> None:
+    end = time.monotonic() + DEADLINE_S
+    while time.monotonic() < end:
+        assert job.process.poll() is None, f"the job ended early:\n{job.output()}"
+        record = pool_record(job.run_dir)
+        if record is not None and record.workers == expected:
+            return
+        time.sleep(0.2)
+    raise AssertionError(f"{record} is not {expected}:\n{job.output()}")
+
+
+@pytest.mark.slow
+def test_the_quickstart_grows_by_raypost_scale_and_shrinks_again_with_nothing_lost(
+    private_cluster: PrivateCluster, folder: Path
+) -> None:
+    job = Job(private_cluster, folder, "elastic", "train.num_steps=100000", "rollout.num_workers=1")
+    try:
+        job.until_step(2)
+        assert scale(job, "2").returncode == 0
+        until_workers(job, {"rollout-0": "up", "rollout-1": "up"})
+        grown = max(record["step"] for record in job.steps())
+        job.until_step(grown + 6)
+        status = subprocess.run(
+            [sys.executable, "-m", "raypost", "status", str(job.run_dir)],
+            capture_output=True, text=True, check=True, timeout=60,
+        ).stdout  # fmt: skip
+        assert "2 wanted (raypost scale)" in status and "rollout-1" in status
+        assert scale(job, "1").returncode == 0
+        until_workers(job, {"rollout-0": "up"})
+        job.until_step(max(record["step"] for record in job.steps()) + 3)
+    finally:
+        job.process.terminate()
+    assert job.wait() == 0, job.output()
+    (joined,) = job.events("worker_joined")
+    (left,) = job.events("worker_left")
+    assert joined["actor"] == left["actor"] == "rollout-1"
+    served = [span for span in job.spans("rollout") if span["actor"] == "rollout-1"]
+    assert served and min(span["start_s"] for span in served) >= joined["time_s"] - joined["seconds"]
+    assert max(span["end_s"] for span in served) <= left["time_s"]
+    counts = {sync["num_workers"] for sync in job.syncs()}
+    assert counts == {1, 2}, "syncs reached both sizes of the pool"
+    assert_adds_up(job.report())
+    assert_audited(job)
+    assert_never_older(job, 1)
+    refused = scale(job, "2")
+    assert refused.returncode == 2 and "no run goes on" in refused.stderr
+
+
+@pytest.mark.slow
+def test_a_run_that_starves_gets_nodes_from_the_autoscaler_and_gives_them_back(tmp_path: Path) -> None:
+    """Scripted engines and ranks on the real autoscaler: 1 node, then 3, then 1 again."""
+    config = config_of(tmp_path, steps=100_000, kind="async")
+    config["autoscaling"] = True
+    config["tasks"][0] |= {"max_tokens": 120, "min_tokens": 100}
+    config["eval"]["num_prompts"] = 0
+    config["checkpoint"] = {"interval": 0, "every_s": None}
+    config["rollout"] |= {
+        "num_workers": 1, "max_num_seqs": 2, "resources": {"rollout": 1}, "start_timeout_s": 90,
+        "autoscale": {"min": 1, "max": 3, "window_s": 6, "cooldown_s": 5},
+    }  # fmt: skip
+    with autoscaling_cluster(tmp_path) as cluster:
+        assert rollout_nodes() == 0
+        run = ChaosRun(cluster, tmp_path, "elastic", config)
+        run.start()
+        try:
+            until(run, "1 node", lambda: rollout_nodes() == 1)
+            until(run, "3 workers that serve", lambda: up(run) == 3 and rollout_nodes() == 3)
+            run.set_pace(4.0)
+            until(run, "1 worker", lambda: up(run) == 1)
+            until(run, "1 node", lambda: rollout_nodes() == 1)
+            run.set_pace(0.0)
+            assert run._driver is not None
+            run._driver.terminate()
+            assert run._driver.wait(120) == 0, run.words()
+        finally:
+            run.end()
+    kinds = Counter(event["event"] for event in events(run))
+    assert kinds["worker_joined"] >= 2 and kinds["worker_left"] >= 2 and not kinds["pool_short"], kinds
+    report = json.loads((run.run_dir / "report.json").read_text())
+    assert_adds_up(report)
+    assert audit(run.run_dir).num_contradictions == 0
+    spans = read_spans(run.run_dir / "spans.jsonl")
+    assert len({span.actor for span in spans if span.kind == "rollout"}) >= 3
+
+
+@pytest.mark.slow
+def test_each_pool_grows_on_nodes_of_its_own_and_gives_them_back_beside_another_run(tmp_path: Path) -> None:
+    config = config_of(tmp_path, steps=100_000, kind="async")
+    config["autoscaling"] = True
+    config["eval"]["num_prompts"] = 0
+    config["checkpoint"] = {"interval": 0, "every_s": None}
+    (tmp_path / "beside").mkdir()
+    beside = config_of(tmp_path / "beside", steps=6, kind="sync")
+    far = {"name": "far", "num_workers": 1, "resources": {"rollout": 1}, "max_num_seqs": 2}
+    config["rollout"] |= {"num_workers": 1, "pools": [far], "start_timeout_s": 90}
+    with autoscaling_cluster(tmp_path) as cluster:
+        run = ChaosRun(cluster, tmp_path, "pools", config)
+        other = ChaosRun(cluster, tmp_path / "beside", "beside", beside)
+        run.start()
+        other.start()
+        try:
+            until(run, "2 workers", lambda: up(run) == 2)
+            assert other._driver is not None and other._driver.wait(150) == 0, other.words()
+            assert set(states(other)) == {"rollout-0", "rollout-1"}, "both runs have a worker of that name"
+            ask_for_size(run.run_dir, "3", "far")
+            until(run, "4 workers", lambda: up(run) == 4 and rollout_nodes() == 3)
+            record = pool_record(run.run_dir)
+            assert record is not None and record.pools == {"far": "3 wanted (raypost scale)"}
+            ask_for_size(run.run_dir, "1", "far")
+            until(run, "1 node", lambda: rollout_nodes() == 1)
+            assert states(run) == {"rollout-0": "up", "rollout-far-0": "up"}
+            assert run._driver is not None
+            run._driver.terminate()
+            assert run._driver.wait(120) == 0, run.words()
+        finally:
+            run.end()
+            other.end()
+    for one in (run, other):
+        assert_adds_up(json.loads((one.run_dir / "report.json").read_text()))
+        assert audit(one.run_dir).num_contradictions == 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("standby", [0, 1])
+def test_one_that_stands_by_takes_the_place_of_a_worker_that_is_killed(
+    private_cluster: PrivateCluster, folder: Path, standby: int
+) -> None:
+    """Without one the same worker starts again; both print how long nothing served."""
+    job = Job(
+        private_cluster, folder, f"standby-{standby}", "train.num_steps=100000", "eval.interval=0",
+        "rollout.num_workers=1", "rollout.num_cpus=0.5", f"rollout.standby={standby}",
+    )  # fmt: skip
+    heir = "rollout-1" if standby else "rollout-0"
+    try:
+        job.until_step(2)
+        until_workers(job, {"rollout-0": "up", **({heir: "standby"} if standby else {})})
+        begin, pid = time.time(), json.loads((job.run_dir / PROCESSES / "rollout-0.json").read_text())["pid"]
+        os.kill(pid, signal.SIGKILL)
+        end = time.monotonic() + DEADLINE_S
+        while not any(one["actor"] == heir and one["start_s"] > begin for one in job.spans("rollout")):
+            assert time.monotonic() < end and job.process.poll() is None, job.output()
+            time.sleep(0.1)
+        served = min(one["start_s"] for one in job.spans("rollout") if one["start_s"] > begin)
+        print(f"standby {standby}: {heir} serves {served - begin:.1f} s after the kill", flush=True)
+        job.until_step(max(record["step"] for record in job.steps()) + 3)
+    finally:
+        job.process.terminate()
+    assert job.wait() == 0, job.output()
+    assert [one["actor"] for one in job.events("worker_joined")] == ["rollout-1"] * standby
+    assert [one["actor"] for one in job.events("worker_left")] == ["rollout-0"] * standby
+    assert_adds_up(job.report())
+    assert_audited(job)
+
+
+def up(run: ChaosRun) -> int:
+    return sum(state == "up" for state in states(run).values())
+
+
+def until(run: ChaosRun, what: str, there: Callable[[], bool], deadline_s: float = 150) -> None:
+    begin = time.monotonic()
+    while not there():
+        assert run.exit_code is None, f"the run ended before {what}:\n{run.words()}"
+        assert time.monotonic() < begin + deadline_s, f"no {what}: {pool_record(run.run_dir)}\n{run.words()}"
+        time.sleep(0.5)
+    print(f"{what} after {time.monotonic() - begin:.1f} s: {pool_record(run.run_dir)}", flush=True)
+
+
+@pytest.mark.slow
+def test_nodes_that_go_with_and_without_notice_lose_nothing(tmp_path: Path) -> None:
+    """Two rollout nodes: one is told to go, one is killed; their workers come back on others."""
+    config = config_of(tmp_path, steps=100_000, kind="async")
+    config["autoscaling"] = True
+    config["eval"]["num_prompts"] = 0
+    config["checkpoint"] = {"interval": 0, "every_s": None}
+    config["rollout"] |= {
+        "num_workers": 2, "resources": {"rollout": 1}, "start_timeout_s": 90, "liveness_timeout_s": 6,
+    }  # fmt: skip
+    with autoscaling_cluster(tmp_path) as cluster:
+        run = ChaosRun(cluster, tmp_path, "nodes", config)
+        run.start()
+        try:
+            until(run, "2 workers", lambda: up(run) == 2)
+            told = time.time()
+            drained = drain(node_of("rollout-1"), seconds=15)
+            until(run, "another worker", lambda: states(run).get("rollout-2") == "up" and up(run) == 2)
+            left = next(one for one in events(run) if one["event"] == "worker_left")
+            assert left["cause"] == "its node is drained" and left["time_s"] - told < 15
+            assert node_of("rollout-2") != drained
+            lost = node_of("rollout-0")
+            kill_raylet(lost)
+            until(run, "the loss", lambda: states(run).get("rollout-0") != "up", deadline_s=30)
+            until(run, "its return", lambda: up(run) == 2)
+            assert node_of("rollout-0") not in (lost, drained)
+            assert run._driver is not None
+            run._driver.terminate()
+            assert run._driver.wait(120) == 0, run.words()
+        finally:
+            run.end()
+    report = json.loads((run.run_dir / "report.json").read_text())
+    assert_adds_up(report)
+    assert audit(run.run_dir).num_contradictions == 0
+
+
+@pytest.mark.slow
+def test_a_real_engine_whose_node_is_lost_serves_on_another_and_the_run_finishes(tmp_path: Path) -> None:
+    """Engine and rank on nodes of their own; the engine's is killed, and the autoscaler brings another."""
+    with autoscaling_cluster(tmp_path) as cluster:
+        job = Job(
+            cluster, tmp_path, "lost-node", "train.num_steps=12", "eval.num_prompts=0", "autoscaling=true",
+            "rollout.num_workers=1", "rollout.resources={rollout: 1}", "train.resources={trainer: 1}",
+        )  # fmt: skip
+        try:
+            job.until_step(3)
+            lost = node_of("rollout-0")
+            assert node_of("trainer-0") != lost
+            kill_raylet(lost)
+            killed = time.time()
+            assert job.wait() == 0, job.output()
+        finally:
+            job.process.kill()
+        served = [span for span in job.spans("rollout") if span["start_s"] > killed]
+        begin = min(span["start_s"] for span in served)
+        print(f"rollout-0 serves {begin - killed:.1f} s after its node was lost", flush=True)
+        assert job.report()["steps"] == 12
+        assert_adds_up(job.report())
+        assert_audited(job)
+
+
+def states(run: ChaosRun) -> dict[str, str]:
+    record = pool_record(run.run_dir)
+    return {} if record is None else record.workers
+
+
+def events(run: ChaosRun) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (run.run_dir / "events.jsonl").read_text().splitlines()]
