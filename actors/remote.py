@@ -30,9 +30,14 @@ R = TypeVar("R")
 T = TypeVar("T")
 log = logging.getLogger(__name__)
 
+STARTING = ("DEPENDENCIES_UNREADY", "PENDING_CREATION", "RESTARTING")
+"""States of an actor in which its constructor has not returned yet."""
 ACTOR_ERRORS = (RayActorError,)
 """Raised when the actor behind a handle died or is restarting; the call may have run."""
 POOL_TRIES = 4
+"""How often a call to a pool is made to members that are there."""
+RESTART_S, RESTART_POLL_S = 900.0, 0.5
+"""How long a restart may take before a call is made without it, and how often Ray is asked about it."""
 LONG_S = 60.0
 """A call that took longer before its actor died is tried as often again as a new one."""
 REPEATS = 8
@@ -94,6 +99,11 @@ def deaths() -> int:
     return 0 if actor_id is None else int(actors(actor_id=actor_id)["NumRestarts"])
 
 
+def is_starting(handle: ActorHandle) -> bool:
+    """Return whether an actor has no process that takes calls, but will have one: what is called now is lost."""
+    return actors(actor_id=handle._actor_id.hex()).get("State") in STARTING
+
+
 class Watched:
     """Base of an actor class whose deaths somebody waits for."""
 
@@ -113,7 +123,7 @@ def remote(
 ) -> R:
     """Return a named actor as the role it plays; several names are a pool of interchangeable actors.
 
-    `tries`: how often a call to a pool is made, also while its only actor restarts.
+    `tries`: how often a call to a pool is made. While all its actors restart, it waits for one of them.
 
     Nothing checks that the actor has the methods of `role`: this is the one place where a handle gets its type. The
     other arguments are those of Remote and RemotePool.
@@ -150,6 +160,17 @@ class Remote:
         self._timeouts_s = dict(timeouts_s or {})
         self._handle: ActorHandle | None = None
         self._batched: dict[str, ManyCalls] = {}
+        self._looking: asyncio.Task[bool] | None = None
+        self._looked_s = 0.0
+
+    async def _is_starting(self) -> bool:
+        """Return whether the actor restarts, as it was at most RESTART_POLL_S ago; False where Ray does not know it."""
+        if self._handle is None:
+            return False
+        if self._looking is None or time.monotonic() - self._looked_s > RESTART_POLL_S:
+            self._looked_s = time.monotonic()
+            self._looking = asyncio.create_task(asyncio.to_thread(is_starting, self._handle))
+        return await asyncio.shield(self._looking)
 
     def __getattr__(self, method: str) -> Callable[..., Coroutine[Any, Any, Any]]:
         """Return the actor's method."""
@@ -194,7 +215,7 @@ class RemotePool:
         many: Mapping[str, int] | None = None,
         timeouts_s: Mapping[str, float | None] | None = None,
     ) -> None:
-        """Refer to the actors `names`; a pool of one repeats calls while its actor restarts. The rest as for Remote."""
+        """Refer to the actors `names`; a pool of one waits while its actor restarts. The rest as for Remote."""
         if not names:
             raise ValueError("a pool needs at least one actor")
         self._names = list(names)
@@ -216,8 +237,7 @@ class RemotePool:
         attempt = 0
         while True:
             attempt, since_s = attempt + 1, time.monotonic()
-            # A dead one has nothing to do: by its load alone it would be asked for ever.
-            member = min(range(len(self._load)), key=lambda number: (died[number], self._load[number]))
+            member = await self._free(died)
             self._load[member] += 1
             try:
                 return await self._members[member]._call(method, *args, **kwargs)
@@ -228,10 +248,28 @@ class RemotePool:
                 died[member] += 1
                 name, kind = self._names[member], type(error).__name__
                 log.warning("%s gave no answer to %s (%s); the call is made again", name, method, kind)
-                # An actor that restarts refuses at once; of a call that was lost, Ray says so after a second or two.
+                # Of a death, as of a call that was lost, Ray knows after a second or two.
                 await asyncio.sleep(max(0.0, 0.5 * attempt - (time.monotonic() - since_s)))
             finally:
                 self._load[member] -= 1
+
+    async def _free(self, died: Sequence[int]) -> int:
+        """Return the member to call next; `died`: how often each failed this call.
+
+        Where all of them did, it waits for one to be back: how long a restart takes depends on the machine.
+        """
+        # By its load alone a dead one would be asked for ever: it has nothing to do.
+        first, *others = sorted(range(len(self._load)), key=lambda number: (died[number], self._load[number]))
+        if not died[first]:
+            return first
+        end = time.monotonic() + RESTART_S
+        with waiting(f"one of {', '.join(self._names)} to be started again", RESTART_S):
+            while time.monotonic() < end:
+                for member in (first, *others):
+                    if not await self._members[member]._is_starting():
+                        return member
+                await asyncio.sleep(RESTART_POLL_S)
+        return first
 
     async def on(self, name: str | None, method: str, *args: Any) -> Any:
         """Call the member `name`; any other one if there is none, or if it died."""

@@ -69,7 +69,7 @@ CALL_TIMEOUT_S = 60.0
 BATCHES = "batches"
 """In a run folder: the batches that were trained since the last checkpoint."""
 RESTART_TRIES = 8
-"""How often a call to an actor that may be restarting is made: some 14 s in all."""
+"""How often a call to an actor is made that is there: some 14 s in all."""
 PRODUCTION = "rollout-controller"
 EVALUATION = "evaluation-controller"
 WATCHED = (

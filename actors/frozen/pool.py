@@ -11,9 +11,6 @@ from typing import Any
 from actors.remote import ACTOR_ERRORS, RemotePool, within
 from raypost.errors import JudgeError
 
-TRIES = 60
-"""How often a worker is asked while workers are away: for a quarter of an hour, which no deadline reaches."""
-
 
 class FrozenPool:
     """Calls to the least loaded of several workers; `many` as for Remote."""
@@ -25,7 +22,7 @@ class FrozenPool:
         """
         self._workers = list(workers)
         self._timeout_s = timeout_s
-        self._pool = RemotePool(self._workers, timeout_s, tries=TRIES, many=many)
+        self._pool = RemotePool(self._workers, timeout_s, many=many)
 
     async def _ask(self, method: str, *args: Any) -> Any:
         """Return the least loaded worker's answer. Raises RaypostError if none comes within the deadline."""

@@ -46,7 +46,7 @@ TABLE_S = 20.0
 CALL_TIMEOUT_S = 60.0
 """Deadline of calls to the controller."""
 TRIES = 8
-"""How often the controller is asked while it is started again: some 14 s in all."""
+"""How often a controller that is there is asked: some 14 s in all."""
 ONE_ROOM = Room(slots=64, tokens=0)
 """Of workers that do not say what they hold: all have the same."""
 ASK_AGAIN_S = 1.0

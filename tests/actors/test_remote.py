@@ -5,7 +5,9 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,7 +17,7 @@ from ray.exceptions import RayActorError
 from actors import many_calls
 from actors.many_calls import CallBatches, ManyCalls
 from actors.placement import spawn
-from actors.remote import Remote, RemotePool, within
+from actors.remote import Remote, RemotePool, deaths, within
 from raypost.errors import JudgeError, RaypostError, WaitTimeoutError
 
 
@@ -312,3 +314,38 @@ async def test_pool_sends_a_call_to_a_busy_member_rather_than_to_a_dead_one_agai
     ray.kill(mortal)
     assert await asyncio.wait_for(pool.work(0.0, "elsewhere"), 30) == "elsewhere"
     long.cancel()
+
+
+class SlowToComeBack:
+    """Its process takes as long to start again as the test wants, as if the machine were slow."""
+
+    def __init__(self, go_on: str) -> None:
+        while deaths() and not os.path.exists(go_on):
+            time.sleep(0.05)
+
+    async def ping(self) -> str:
+        return "here"
+
+    async def die(self) -> None:
+        os._exit(1)
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize("others", [0, 1])
+async def test_pool_waits_for_a_member_that_restarts_however_long_that_takes(
+    worker: str, tmp_path: Path, others: int
+) -> None:
+    names = [f"slow-{others}-{number}" for number in range(1 + others)]
+    made = [spawn(SlowToComeBack, f"{tmp_path}/{name}", name=name, max_restarts=-1) for name in names]
+    pool = RemotePool(names, 30.0, tries=2 + others)
+    for handle in made:
+        await handle.ping.remote()
+        with contextlib.suppress(RayActorError):
+            await handle.die.remote()
+    call = asyncio.create_task(pool.ping())
+    await asyncio.sleep(8.0)  # in which calls to it would have been refused more than twice
+    assert not call.done(), call
+    (tmp_path / names[-1]).touch()
+    assert await call == "here"
+    for name in names:
+        (tmp_path / name).touch()
