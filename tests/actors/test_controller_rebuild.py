@@ -92,7 +92,7 @@ class Run:
 
     async def until_served(self, version: int) -> None:
         """Wait until somebody was answered by that version."""
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(60):
             while not any(version in result.policy_versions for result in self.results):
                 await asyncio.sleep(TOKEN_S)
         self.results.clear()
@@ -210,7 +210,7 @@ async def test_pool_whose_engines_with_the_new_version_died_with_the_controller_
         await asyncio.wait_for(run.controller.alive.resume(2), 0.05)
     resuming = asyncio.create_task(run.resume(2))
     await run.controller.restock(*weights(2))
-    await asyncio.wait_for(resuming, 5)
+    await asyncio.wait_for(resuming, 60)
     await run.until_served(2)
     loaded.restart()
     await run.pool.until_up()

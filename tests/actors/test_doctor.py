@@ -22,8 +22,8 @@ from raypost.doctor.examine import examine
 from raypost.doctor.presence import PROCESSES, started_s
 from tests.actors.hanging import Hanging, HangingRank
 
-pytestmark = [pytest.mark.usefixtures("local_ray"), pytest.mark.timeout(240)]
-DEADLINE_S = 60.0
+pytestmark = pytest.mark.usefixtures("local_ray")
+DEADLINE_S = 240.0
 
 
 class Run:

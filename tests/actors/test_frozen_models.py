@@ -34,7 +34,7 @@ from raypost.types.packed import PackedGroups, pack_groups
 from tests.factories import CHAIN_SUM, make_config
 from tests.unit.tokenizers import write_tokenizer
 
-pytestmark = [pytest.mark.usefixtures("local_ray"), pytest.mark.timeout(300)]
+pytestmark = pytest.mark.usefixtures("local_ray")
 REPOSITORY = Path(__file__).parents[2]
 VOCAB = 20_000
 """So many that a step of the engine, bound by `logits_mb: 1`, is shorter than a sequence."""
@@ -115,7 +115,7 @@ async def test_reward_is_the_models_logit_also_from_a_worker_that_was_killed_mea
     pool = RewardModelPool([TUTOR], timeout_s=90)
     judges = spawn(JudgeWorker, "judge-0", run.tasks, {"tutor": pool}, name="judge-0", env=settings())
     judge = Remote("judge-0", 120, many={"judge": 8})
-    info = await asyncio.wait_for(worker.start.remote(), 120)
+    info = await asyncio.wait_for(worker.start.remote(), 240)
 
     texts = ["seven", "3 + 4 = 7", "", "no idea " * 5, "7\n" * 9]
     expected = [logit(model, tmp_path, text) for text in texts]
@@ -160,7 +160,7 @@ async def test_a_language_model_answers_as_transformers_does_and_a_judge_reads_i
     pool = LanguageModelPool([TUTOR], timeout_s=90)
     judges = spawn(JudgeWorker, "judge-0", run.tasks, {}, {"tutor": pool}, name="judge-0", env=settings())
     judge = Remote("judge-0", 120, many={"judge": 8})
-    await asyncio.wait_for(worker.start.remote(), 120)
+    await asyncio.wait_for(worker.start.remote(), 240)
 
     tokenizer = AutoTokenizer.from_pretrained(tmp_path)
     for text in ("seven", "3 + 4 = 7"):

@@ -30,7 +30,7 @@ from tests.actors.test_trainer import GROUPS, Probe, each, make_batch, train_con
 from tests.actors.test_trainer import model_path as model_path
 from tests.unit.test_recovery import Record
 
-pytestmark = [pytest.mark.usefixtures("local_ray"), pytest.mark.timeout(300)]
+pytestmark = pytest.mark.usefixtures("local_ray")
 STEPS = 5
 
 

@@ -21,7 +21,7 @@ from raypost.weights.manifest import Manifest
 from tests.actors.tiny_engine import CONFIG, VOCAB, make_model
 from tests.factories import CHAIN_SUM, make_config
 
-pytestmark = [pytest.mark.usefixtures("local_ray"), pytest.mark.timeout(300)]
+pytestmark = pytest.mark.usefixtures("local_ray")
 IDS = np.arange(40, dtype=np.int32)
 
 

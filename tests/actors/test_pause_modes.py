@@ -52,7 +52,7 @@ def start(bench: Bench, count: int, max_tokens: int = TOKENS) -> list[asyncio.Ta
 
 
 async def results_of(calls: list[asyncio.Task[GenerateResult]]) -> list[GenerateResult]:
-    return await asyncio.wait_for(asyncio.gather(*calls), 30)
+    return await asyncio.wait_for(asyncio.gather(*calls), 60)
 
 
 async def is_stopped(bench: Bench) -> bool:
@@ -137,7 +137,7 @@ async def test_canary_of_a_keeping_worker_is_that_of_its_weights_and_leaves_requ
     for _ in range(2):
         await bench.load()
         ids = np.arange(40, dtype=np.int32)
-        got = await asyncio.wait_for(bench.worker.canary(ids), 30)
+        got = await asyncio.wait_for(bench.worker.canary(ids), 60)
         assert np.max(np.abs(got - expected_logprobs(bench.model, ids))) < TOLERANCE
         assert await is_stopped(bench)
         assert not any(call.done() for call in calls)
@@ -187,7 +187,7 @@ async def test_wait_runs_everything_to_its_end_under_one_version(bench: Bench) -
     assert (late.finish_reason, len(late.response_ids), pause.done()) == ("abort", 0, False)
     with pytest.raises(TimeoutError):
         await asyncio.wait_for(asyncio.shield(bench.worker.held()), 0.01)
-    await asyncio.wait_for(pause, 30)
+    await asyncio.wait_for(pause, 60)
     assert await is_stopped(bench)
     results = await results_of(calls)
     assert {(one.finish_reason, len(one.response_ids)) for one in results} == {("length", 100)}
@@ -205,8 +205,8 @@ async def test_stricter_pause_overrules_one_that_waits(bench: Bench, mode: Pause
     waiting = asyncio.create_task(bench.worker.pause("wait"))
     await asyncio.sleep(0.05)
     assert not waiting.done()
-    await asyncio.wait_for(bench.worker.pause(mode), 30)
-    await asyncio.wait_for(waiting, 30)
+    await asyncio.wait_for(bench.worker.pause(mode), 60)
+    await asyncio.wait_for(waiting, 60)
     assert await is_stopped(bench)
     assert sum(call.done() for call in calls) == (0 if mode == "keep" else len(calls))
     await bench.worker.pause("wait")
@@ -225,7 +225,7 @@ async def test_wait_says_what_still_runs_when_time_is_up_and_aborts_it(
     calls = start(bench, 32 * SLOTS)
     await bench.progress(SLOTS)
     with caplog.at_level(logging.WARNING):
-        await asyncio.wait_for(bench.worker.pause("wait"), 30)
+        await asyncio.wait_for(bench.worker.pause("wait"), 60)
     assert await is_stopped(bench)
     assert "aborts what still runs" in caplog.text and "requests: r" in caplog.text
     results = await results_of(calls)
@@ -260,11 +260,11 @@ async def test_interrupted_group_continues_under_newer_weights_and_loses_no_toke
         running = asyncio.create_task(loop.run(group))
         await bench.progress(8)
         await bench.worker.pause("abort")
-        group = await asyncio.wait_for(running, 30)
+        group = await asyncio.wait_for(running, 60)
         assert group.status is Status.ABORTED
         await bench.load()
         await bench.worker.resume(bench.version)
-    group = await asyncio.wait_for(loop.run(group), 30)
+    group = await asyncio.wait_for(loop.run(group), 60)
     assert group.status is Status.COMPLETED
     for state in group.states:
         assert (state.num_tokens, state.num_aborts, state.finish_reason) == (240, 3, "length")
@@ -290,6 +290,6 @@ async def test_evaluation_goes_before_training_requests_that_queue(bench: Bench)
     calls = [asyncio.create_task(run(name, 60, 0)) for name in names]
     await bench.progress(SLOTS)
     calls.append(asyncio.create_task(run("evaluation", 50, EVALUATION_PRIORITY)))
-    await asyncio.wait_for(asyncio.gather(*calls), 30)
+    await asyncio.wait_for(asyncio.gather(*calls), 60)
     before = order[: order.index("evaluation")]
     assert set(before) <= set(names[:SLOTS]), "only what was decoded already ends before it"

@@ -42,7 +42,7 @@ async def test_reserved_places_are_held_handed_on_and_given_back_and_labels_choo
         like = asked.get(name, asked["rollout-0"])
         place = places.of_engine(replace(like, name=name))
         actors.append(spawn(Worker, name=name, resources=like.resources, **place))
-        return place, await asyncio.wait_for(actors[-1].where.remote(), 60)
+        return place, await asyncio.wait_for(actors[-1].where.remote(), 240)
 
     try:
         await places.reserve()
@@ -68,7 +68,7 @@ async def test_reserved_places_are_held_handed_on_and_given_back_and_labels_choo
         for actor in actors:
             ray.kill(actor)
         places.release()
-    end = time.monotonic() + 30
+    end = time.monotonic() + 60
     while any("group" in name for name in ray.available_resources()):
         assert time.monotonic() < end, "its places are given back"
         await asyncio.sleep(0.1)

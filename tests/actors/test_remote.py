@@ -143,7 +143,7 @@ async def test_answer_waits_for_its_set_no_longer_than_it_may(
     call = many(handle)
     slow = asyncio.create_task(call(10.0, "slow", together="set"))
     fast = [asyncio.create_task(call(0.0, n, together="set")) for n in range(3)]
-    assert await asyncio.wait_for(asyncio.gather(*fast), 5) == [0, 1, 2]
+    assert await asyncio.wait_for(asyncio.gather(*fast), 60) == [0, 1, 2]
     assert not slow.done()
     slow.cancel()
 
@@ -154,7 +154,7 @@ async def test_call_that_is_called_off_or_fails_holds_up_no_answer_of_its_set(ha
     await asyncio.sleep(0.05)
     assert not first.done()
     second.cancel()
-    assert await asyncio.wait_for(first, 5) == 0.01
+    assert await asyncio.wait_for(first, 60) == 0.01
     outcomes = await asyncio.wait_for(
         asyncio.gather(
             call(0.0, 1, together="set"),
@@ -267,26 +267,24 @@ async def test_deadline_is_each_waits_own_and_names_what_was_waited_for() -> Non
 @pytest.fixture(scope="module")
 def worker(local_ray: None) -> Iterator[str]:
     handle = spawn(Worker, "real", name="real-worker", max_restarts=-1)
-    ray.get(handle.state.remote(), timeout=60)  # its process runs: the deadlines below are those of calls
+    ray.get(handle.state.remote(), timeout=240)  # its process runs: the deadlines below are those of calls
     yield "real-worker"
     ray.kill(handle)
 
 
-@pytest.mark.timeout(120)
 async def test_real_actor_answers_refuses_and_calls_off(worker: str) -> None:
-    actor = Remote(worker, 3.0, many={"work": 16})
+    actor = Remote(worker, 10.0, many={"work": 16})
     outcomes = await asyncio.gather(
         *(actor.work(0.0, n) for n in range(40)), actor.work(0.0, JudgeError("no")), return_exceptions=True
     )
     assert outcomes[:40] == list(range(40)) and isinstance(outcomes[40], JudgeError)
-    with pytest.raises(WaitTimeoutError, match=r"waited 3 s for real-worker\.work"):
-        await actor.work(30.0)
-    async with asyncio.timeout(30):
+    with pytest.raises(WaitTimeoutError, match=r"waited 10 s for real-worker\.work"):
+        await actor.work(90.0)
+    async with asyncio.timeout(60):
         while await actor.state() != (42, set(), 0):
             await asyncio.sleep(0.01)
 
 
-@pytest.mark.timeout(120)
 async def test_death_of_a_real_actor_is_an_actor_error_for_what_was_open_and_a_pool_sends_it_again(
     worker: str,
 ) -> None:
@@ -305,14 +303,13 @@ async def test_death_of_a_real_actor_is_an_actor_error_for_what_was_open_and_a_p
     assert await slow == "sent twice"
 
 
-@pytest.mark.timeout(120)
 async def test_pool_sends_a_call_to_a_busy_member_rather_than_to_a_dead_one_again(worker: str) -> None:
     mortal = spawn(Worker, "mortal", name="mortal")
     pool = RemotePool(["mortal", worker], 30.0, many={"work": 16})
     short, long = (asyncio.create_task(pool.work(seconds)) for seconds in (0.1, 60.0))
     await short
     ray.kill(mortal)
-    assert await asyncio.wait_for(pool.work(0.0, "elsewhere"), 30) == "elsewhere"
+    assert await asyncio.wait_for(pool.work(0.0, "elsewhere"), 60) == "elsewhere"
     long.cancel()
 
 
@@ -330,7 +327,6 @@ class SlowToComeBack:
         os._exit(1)
 
 
-@pytest.mark.timeout(120)
 @pytest.mark.parametrize("others", [0, 1])
 async def test_pool_waits_for_a_member_that_restarts_however_long_that_takes(
     worker: str, tmp_path: Path, others: int

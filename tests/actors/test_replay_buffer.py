@@ -22,8 +22,8 @@ from raypost.types import BufferBounds, GroupKey, Status, TaskLimits
 from raypost.types.packed import pack_groups
 from tests.unit.buffer_groups import group
 
-pytestmark = [pytest.mark.usefixtures("local_ray"), pytest.mark.timeout(120)]
-DEADLINE_S = 30.0
+pytestmark = pytest.mark.usefixtures("local_ray")
+DEADLINE_S = 240.0
 GROUPS, BATCH, PRODUCERS, KILLS = 600, 6, 3, 5
 
 
@@ -117,7 +117,7 @@ async def test_kills_in_the_middle_of_traffic_lose_nothing_and_duplicate_nothing
                     await asyncio.sleep(generator.uniform(0.001, 0.01))
                 await kill(call)
 
-        async with asyncio.timeout(90):
+        async with asyncio.timeout(240):
             producing = [produce(n * BATCH) for n in range(PRODUCERS)]
             await asyncio.gather(*producing, resume(), consume(), murder())
         assert call.retries >= KILLS

@@ -23,8 +23,8 @@ from raypost.types import GenerateRequest, GenerateResult, SampleParams
 from raypost.weights.manifest import Manifest, pack
 from tests.actors import scripted
 
-pytestmark = [pytest.mark.usefixtures("local_ray"), pytest.mark.timeout(240)]
-DEADLINE_S = 100
+pytestmark = pytest.mark.usefixtures("local_ray")
+DEADLINE_S = 240
 
 
 def manifest(version: int) -> tuple[Manifest, list[ray.ObjectRef]]:

@@ -220,7 +220,7 @@ async def test_asleep_it_serves_nothing_and_a_pause_finds_nothing_to_stop() -> N
     await worker.sleep(keep_weights=True)
     result = await worker.generate(request())
     assert (result.finish_reason, len(result.response_ids)) == ("abort", 0)
-    await asyncio.wait_for(worker.pause("abort"), 1)
+    await asyncio.wait_for(worker.pause("abort"), 60)
     assert worker.engine.sleeping == BOTH
 
 
@@ -383,7 +383,7 @@ class Pool:
         assert {int(token) for one in served for token in one.policy_versions} == {version}
 
     async def until_up(self) -> None:
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(60):
             while set((await self.controller.states()).values()) != {"up"}:
                 await asyncio.sleep(0.01)
 
@@ -465,7 +465,7 @@ async def test_sleep_waits_for_a_worker_on_its_way_back_and_that_sleeps_too(keep
     asleep = asyncio.create_task(pool.controller.sleep(keep_weights))
     await asyncio.sleep(0.1)
     assert not asleep.done() and not victim.worker.started
-    await asyncio.wait_for(asleep, 5)
+    await asyncio.wait_for(asleep, 60)
     assert (pool.sleeping, victim.worker.version) == (["all"] * 2, 1 if keep_weights else None)
     await pool.controller.resume(1)
     await pool.assert_serves(1)

@@ -159,7 +159,7 @@ def test_samples_of_a_batch_are_kept_and_what_prevents_it_is_a_problem(config: C
 @pytest.mark.usefixtures("local_ray")
 def test_what_judges_did_is_in_the_next_step_and_in_the_report(config: Config) -> None:
     telemetry = make(config, {"judge-0": ray.remote(Judge).options(num_cpus=0).remote()})
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + 240
     while "default" not in recorded_usage(config).get("judges", {}) and time.monotonic() < deadline:
         time.sleep(0.1)
     for step in (1, 2):
@@ -195,7 +195,7 @@ def test_a_slow_actor_delays_nobody_and_none_of_its_spans_is_lost_or_written_twi
     recorder = make(config, {"slow": slow, "fast": fast}, deadline_s=0.2)
     get(fast.add.remote(3))
     get(recorder.log.remote(1, {"loss": 0.1}))
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + 240
     while "slow" not in recorded_usage(config)["unreachable"] and time.monotonic() < deadline:
         time.sleep(0.1)
     assert {span.actor for span in recorded_spans(config)} <= {"fast"}
@@ -217,7 +217,7 @@ def test_a_dead_actor_is_counted_by_name_and_the_report_is_written(config: Confi
     get(recorder.log.remote(1, {}))
     ray.kill(dead)
     get(alive.add.remote(2))
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + 240
     while time.monotonic() < deadline:
         usage = recorded_usage(config)
         if usage["unreachable"].get("dead", 0) > 3 and len(recorded_spans(config)) == 2:
@@ -235,7 +235,7 @@ def test_tokens_of_a_restarted_worker_are_added_and_not_taken_back(config: Confi
     recorder = make(config, {"rollout": worker})
     for tokens, total in ((100, 100), (250, 250), (30, 280)):
         get(worker.set_tokens.remote(tokens))
-        deadline = time.monotonic() + 60
+        deadline = time.monotonic() + 240
         while time.monotonic() < deadline:
             usage = recorded_usage(config)
             if (usage["tokens_generated"] or 0) >= total:
@@ -252,7 +252,7 @@ def test_what_stops_the_watching_is_raised_to_whoever_logs_next(config: Config) 
             return 3
 
     recorder = make(config, {"broken": ray.remote(Broken).options(num_cpus=0).remote()})
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + 240
     with pytest.raises(TypeError):
         while time.monotonic() < deadline:
             get(recorder.log.remote(1, {}))

@@ -46,7 +46,7 @@ from tests.actors.failing_ranks import FailingRank
 from tests.factories import CHAIN_SUM, make_config
 from tests.present import present
 
-pytestmark = [pytest.mark.usefixtures("local_ray"), pytest.mark.timeout(300)]
+pytestmark = pytest.mark.usefixtures("local_ray")
 VOCAB = 24
 Weights = dict[str, np.ndarray]
 GROUPS = count()

@@ -143,7 +143,7 @@ class Bench:
             return {name: one.detokenizer.num_output_tokens() for name, one in states.items()}
 
         before = tokens()
-        async with asyncio.timeout(60):
+        async with asyncio.timeout(240):
             while sum(now > before.get(name, 0) for name, now in tokens().items()) < count:
                 await asyncio.sleep(0.002)
 

@@ -15,7 +15,7 @@ from jobs.private_cluster import PrivateCluster
 from raypost.audit.audit import audit
 from tests.chaos.harness import AT_ONCE, DRIVER, PHASES, ChaosRun, config_of, schedule
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
 SEED = int(os.environ.get("CHAOS_SEED", "0"))
 KILLS = int(os.environ.get("CHAOS_KILLS", "200"))
 STEPS = int(os.environ.get("CHAOS_STEPS", "190"))

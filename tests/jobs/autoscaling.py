@@ -116,7 +116,7 @@ def drain(node: str, seconds: int) -> str:
     """Tell a node to go, as a spot notice does; return it."""
     command = [sys.executable, "-m", "ray.scripts.scripts", "drain-node", "--node-id", node]
     command += ["--reason", "DRAIN_NODE_REASON_PREEMPTION", "--reason-message", "spot notice"]
-    subprocess.run([*command, "--deadline-remaining-seconds", str(seconds)], check=True, timeout=60)
+    subprocess.run([*command, "--deadline-remaining-seconds", str(seconds)], check=True, timeout=240)
     return node
 
 

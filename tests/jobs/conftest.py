@@ -22,7 +22,7 @@ def no_engine_is_left() -> Iterator[None]:
     """Whatever a job started, it is gone when the job is."""
     before = engines()
     yield
-    end = time.monotonic() + 20
+    end = time.monotonic() + 60
     while (left := engines() - before) and time.monotonic() < end:
         time.sleep(0.2)
     assert not left, f"processes outlived their job: {left}"

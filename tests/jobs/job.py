@@ -21,7 +21,7 @@ from raypost.report.files import read_spans
 from tests.conftest import OURS
 
 ROOT = Path(__file__).resolve().parents[2]
-DEADLINE_S = 400
+DEADLINE_S = 800
 SMALL = [
     "model.options.steps=60",
     "eval.num_prompts=16",

@@ -20,7 +20,7 @@ from raypost.report.samples import kept_samples
 from tests.jobs.job import ROOT, Job, assert_adds_up, assert_audited
 from tests.unit.sandboxes import needs_sandbox
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
 
 
 @pytest.mark.parametrize("recipe", ["tools", "agent"])
@@ -164,7 +164,7 @@ def test_a_taskset_of_verifiers_trains_by_its_own_rewards(
 ) -> None:
     # It wants other versions of openai and mcp than raypost has: an environment of its own.
     environment, example = folder / "verifiers", ROOT / "examples" / "verifiers"
-    subprocess.run([sys.executable, "-m", "venv", str(environment)], check=True, timeout=120)
+    subprocess.run([sys.executable, "-m", "venv", str(environment)], check=True, timeout=240)
     pip = [str(environment / "bin" / "pip"), "install", "--quiet", "verifiers==0.4.0", "uv"]
     subprocess.run(pip, check=True, timeout=600)
     # uv, with which its harness makes an environment too, trusts what pip trusts.

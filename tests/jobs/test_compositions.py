@@ -11,7 +11,7 @@ import pytest
 from jobs.private_cluster import PrivateCluster
 from tests.jobs.job import Job, assert_adds_up, assert_never_older, processes
 
-pytestmark = pytest.mark.timeout(900)
+pytestmark = pytest.mark.timeout(1800)
 
 ENTROPY = "train.loss.entropy_coefficient=0.001"
 """So that a step has a gradient also where all rewards of each group are equal, which is chance."""

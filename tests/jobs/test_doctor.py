@@ -39,7 +39,7 @@ def told(run_dir: Path, until_s: float, text: str) -> bool:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(900)
+@pytest.mark.timeout(1800)
 def test_whoever_is_stopped_is_named_by_the_doctor_and_by_the_run(
     private_cluster: PrivateCluster, tmp_path: Path
 ) -> None:

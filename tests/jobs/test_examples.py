@@ -15,7 +15,7 @@ from raypost.models.resolve import resolve_model
 from tests.jobs.job import ROOT, Job, assert_adds_up
 from tests.unit.sandboxes import needs_sandbox
 
-pytestmark = pytest.mark.timeout(900)
+pytestmark = pytest.mark.timeout(1800)
 
 EXAMPLES = ROOT / "examples"
 OWN_REWARD = EXAMPLES / "own-reward"

@@ -44,7 +44,7 @@ with PrivateCluster(num_cpus=1, object_store_memory=2**27, extra_env={"HELD": sy
 
 def drive(cluster: PrivateCluster) -> dict[str, object]:
     done = subprocess.run(
-        [sys.executable, "-c", DRIVER], env=cluster.env(), capture_output=True, text=True, timeout=60
+        [sys.executable, "-c", DRIVER], env=cluster.env(), capture_output=True, text=True, timeout=240
     )
     assert done.returncode == 0, done.stderr
     return dict(json.loads(done.stdout.splitlines()[-1]))
@@ -60,7 +60,7 @@ def test_driver_with_its_env_reaches_the_cluster_and_no_other(private_cluster: P
 def assert_refused_without_the_token(cluster: PrivateCluster) -> None:
     env = cluster.env() | {"RAY_AUTH_MODE": "disabled"}
     code = f"from ray._raylet import GcsClient; GcsClient({cluster.address!r}).internal_kv_keys(b'', b'')"
-    done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, timeout=60)
+    done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, timeout=240)
     assert done.returncode != 0
     assert "auth" in done.stderr.lower()
 
@@ -154,7 +154,7 @@ def test_cluster_ends_with_its_owner() -> None:
         owner.send_signal(ending)
         ends(owner)
         processes = [psutil.Process(pid) for pid in pids if psutil.pid_exists(pid)]
-        _, left = psutil.wait_procs(processes, timeout=15)
+        _, left = psutil.wait_procs(processes, timeout=60)
         for process in left:
             process.kill()
         assert left == [], ending
@@ -187,11 +187,11 @@ with PrivateCluster(num_cpus=1, object_store_memory=2**27) as cluster:
 def test_jobs_of_a_launcher_that_was_killed_save_before_the_cluster_ends(tmp_path: Path) -> None:
     saved = tmp_path / "saved"
     command = [sys.executable, "-c", LAUNCHER, JOB, str(saved)]
-    launcher = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False, timeout=90)
+    launcher = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False, timeout=240)
     assert launcher.returncode == -signal.SIGKILL, launcher.stderr
     folder, *pids = launcher.stdout.split()
     processes = [psutil.Process(int(pid)) for pid in pids if psutil.pid_exists(int(pid))]
-    _, left = psutil.wait_procs(processes, timeout=30)
+    _, left = psutil.wait_procs(processes, timeout=240)
     for process in left:
         process.kill()
     assert left == [] and saved.read_text() == "saved"
@@ -202,7 +202,7 @@ def test_jobs_of_a_launcher_that_was_killed_save_before_the_cluster_ends(tmp_pat
 def test_interrupt_while_starting_leaves_nothing(delay_s: float) -> None:
     mark = f"starting-{os.getpid()}-{delay_s}"
     owner = subprocess.Popen([sys.executable, "-c", HOLDER, mark], cwd=ROOT, stderr=subprocess.DEVNULL)
-    deadline = time.monotonic() + 30
+    deadline = time.monotonic() + 60
     while not heads_of(owner.pid) and time.monotonic() < deadline:
         time.sleep(0.02)
     time.sleep(delay_s)
@@ -222,7 +222,9 @@ def hold(mark: str) -> tuple[subprocess.Popen[str], Path, list[int]]:
     assert owner.stdout is not None
     first = owner.stdout.readline()
     if not first.startswith("/"):
-        raise AssertionError(f"the owner's cluster did not start:\n{first}{owner.communicate(timeout=30)[0]}")
+        raise AssertionError(
+            f"the owner's cluster did not start:\n{first}{owner.communicate(timeout=240)[0]}"
+        )
     folder, *pids = first.split()
     return owner, Path(folder), [int(pid) for pid in pids]
 

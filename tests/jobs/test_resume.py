@@ -16,7 +16,7 @@ import pytest
 from raypost.report import files
 from tests.jobs.job import DEADLINE_S, ROOT, SMALL, assert_adds_up
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
 
 JUDGE = r"""tasks.0.judge={kind: composed, parts: {
     right: {kind: reasoning_gym, answer_pattern: '(-?\d+)\s*$', weight: 1.0},

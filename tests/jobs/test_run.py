@@ -101,7 +101,7 @@ def test_two_runs_side_by_side_use_their_own_clusters(tmp_path: Path) -> None:
         running(tmp_path / "first", SUCCEEDS) as first,
         running(tmp_path / "second", SUCCEEDS) as second,
     ):
-        shown = [run.communicate(timeout=90)[0] for run in (first, second)]
+        shown = [run.communicate(timeout=240)[0] for run in (first, second)]
         assert [first.returncode, second.returncode] == [0, 0], shown
     assert all("resources 1.0 2.0" in text for text in shown)
     addresses = {line for text in shown for line in text.splitlines() if line.startswith("address")}
@@ -110,7 +110,7 @@ def test_two_runs_side_by_side_use_their_own_clusters(tmp_path: Path) -> None:
 
 def test_failure_ends_with_its_cause_its_code_and_the_logs(tmp_path: Path) -> None:
     with running(tmp_path / "job", FAILS, str(tmp_path / "job" / "run")) as run:
-        shown, _ = run.communicate(timeout=90)
+        shown, _ = run.communicate(timeout=240)
     assert run.returncode == 1
     assert shown.splitlines()[-1] == "failed (exit code 1): RuntimeError: the cause of it"
     assert (tmp_path / "job" / "run" / "ray_logs" / "raylet.out").exists()
@@ -127,7 +127,7 @@ def test_signal_lets_the_job_save_first(tmp_path: Path) -> None:
         for number, run in runs.items():
             read_until(run, "working")
             run.send_signal(number)
-        shown = [run.communicate(timeout=60)[0] for run in runs.values()]
+        shown = [run.communicate(timeout=240)[0] for run in runs.values()]
     assert {number: run.returncode for number, run in runs.items()} == codes
     assert [(tmp_path / f"{number:d}").read_text() for number in codes] == ["saved", "saved"]
     assert all("saved" in text.splitlines() for text in shown)
@@ -159,7 +159,7 @@ def test_second_signal_ends_the_job_at_once(tmp_path: Path) -> None:
         run.send_signal(signal.SIGINT)
         read_until(run, "saving")
         run.send_signal(signal.SIGINT)
-        run.communicate(timeout=60)
+        run.communicate(timeout=240)
     assert run.returncode == 130
     assert not (tmp_path / "file").exists()
 
@@ -179,7 +179,7 @@ def test_recipe_that_cannot_work_is_refused_before_anything_starts(tmp_path: Pat
         cwd=ROOT,
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=240,
     )
     assert run.returncode == 2
     assert "no_such_key" in run.stderr

@@ -273,7 +273,7 @@ def test_production_is_paused_for_what_was_prepared_and_not_for_a_publication_th
     scene = FailingScene(cfg, tmp_path / "checkpoints", None)
     monkeypatch.setattr(train, "spawn", scene.spawn)
     with pytest.raises(WeightError, match="nothing to publish"):
-        asyncio.run(asyncio.wait_for(train.train(cfg, scene.stop), 20))
+        asyncio.run(asyncio.wait_for(train.train(cfg, scene.stop), 60))
     order = [call for call in scene.calls if call in ("prepare", "pause", "broadcast", "resume")]
     assert order == ["broadcast", "resume", "prepare", "pause", "broadcast", "resume", "prepare"]
 
@@ -307,7 +307,7 @@ def test_a_version_is_prepared_while_its_step_is_accounted_for_and_recorded(
     )
     scene = SlowScene(cfg, tmp_path / "checkpoints")
     monkeypatch.setattr(train, "spawn", scene.spawn)
-    asyncio.run(asyncio.wait_for(train.train(cfg, scene.stop), 20))
+    asyncio.run(asyncio.wait_for(train.train(cfg, scene.stop), 60))
     assert (
         scene.calls.count("prepare") == scene.calls.count("log") == scene.calls.count("log_sync") - 1 == STEPS
     )
@@ -327,7 +327,7 @@ def test_sync_that_is_due_alone_is_one_call_and_what_else_is_due_pauses_producti
     )
     scene = Scene(cfg, tmp_path / "checkpoints", None)
     monkeypatch.setattr(train, "spawn", scene.spawn)
-    asyncio.run(asyncio.wait_for(train.train(cfg, scene.stop), 20))
+    asyncio.run(asyncio.wait_for(train.train(cfg, scene.stop), 60))
     calls = ("fit", "prepare", "swap", "pause", "save", "resume")
     order = [call for call in scene.calls if call in calls]
     saved = ["fit", "prepare", "pause", "pause", "save"]
@@ -353,7 +353,7 @@ def test_nothing_is_trained_by_what_engines_make_before_their_weights_are_checke
     scene = DriftingScene(cfg, tmp_path / "checkpoints", None)
     monkeypatch.setattr(train, "spawn", scene.spawn)
     with pytest.raises(WeightError, match="logprobs differ"):
-        asyncio.run(asyncio.wait_for(train.train(cfg, scene.stop), 20))
+        asyncio.run(asyncio.wait_for(train.train(cfg, scene.stop), 60))
     assert scene.trained == 2
     order = [call for call in scene.calls if call in ("fit", "check", "resume", "swap")]
     checks = ["check"] * 9
@@ -378,7 +378,7 @@ def test_whenever_a_job_is_stopped_its_last_step_is_saved(
         async def main() -> Scene:
             scene = Scene(cfg, tmp_path / name, stop_at, own_engines)
             monkeypatch.setattr(module, "spawn", scene.spawn)
-            await asyncio.wait_for(job(cfg, scene.stop), 20)
+            await asyncio.wait_for(job(cfg, scene.stop), 60)
             return scene
 
         return asyncio.run(main())

@@ -16,7 +16,7 @@ from jobs.private_cluster import PrivateCluster
 from tests.conftest import EQUAL_TERMS
 from tests.jobs.job import DEADLINE_S, ROOT, SMALL
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
 RECIPE = "jobs/recipes/quickstart.yaml"
 
 

@@ -21,14 +21,14 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The venv's bin folder. It has the wheel, and by a path this environment's packages, raypost not among them."""
     folder = tmp_path_factory.mktemp("wheel")
     build = [sys.executable, "-m", "hatchling", "build", "-t", "wheel", "-d", str(folder)]
-    subprocess.run(build, cwd=ROOT, check=True, capture_output=True, timeout=60)
+    subprocess.run(build, cwd=ROOT, check=True, capture_output=True, timeout=240)
     [wheel] = folder.glob("*.whl")
     venv.create(folder / "venv", with_pip=False, symlinks=True)
     python = folder / "venv" / "bin" / "python"
     [packages] = (folder / "venv" / "lib").glob("python*/site-packages")
     (packages / "shared.pth").write_text(sysconfig.get_path("purelib") + "\n")
     install = [str(python), "-m", "pip", "install", "-q", "--no-deps", "--no-index", str(wheel)]
-    subprocess.run(install, check=True, timeout=60)
+    subprocess.run(install, check=True, timeout=240)
     return python.parent
 
 
@@ -80,7 +80,7 @@ def test_wheel_plans_and_refuses_in_an_empty_folder(installed: Path, project: Pa
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(1800)
 def test_wheel_trains_a_project_and_says_how_to_train_on(
     installed: Path, project: Path, tmp_path: Path
 ) -> None:
