@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import ctypes
 import importlib
 import inspect
 import os
@@ -29,13 +28,14 @@ from typing import Any, NoReturn
 
 from raypost.agent_loop.episode import takes_seed
 from raypost.config.imports import load_function
+from raypost.data.keeper import REAP_S, adopt_orphans, end_children
 from raypost.errors import ConfigError
 
 HEADER = struct.Struct(">Q")
 """Length of the message that follows, in bytes."""
 FORK, KILL, READY = b"fork", b"kill", b"ready"
-REAP_S = 10.0
-"""Longest time that a killed process may take to be gone."""
+SWEEP_S = 5.0
+"""How often it looks for what environments that have ended left in process groups of their own."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -135,6 +135,7 @@ class Server:
         """`control`: the way to the parent."""
         self._control, self._make, self._params = control, make, params
         self._pids: set[int] = set()
+        self._swept_s = time.monotonic()
 
     def run(self) -> None:
         """Serve until the parent is gone; nothing that was forked is left."""
@@ -148,10 +149,13 @@ class Server:
         except ConnectionError:
             return
         finally:
-            for pid in list(self._pids):
-                self._end(pid)
+            end_children()
 
     def _fork(self, fd: int) -> int:
+        if time.monotonic() - self._swept_s > SWEEP_S:
+            # What a living environment leaves behind is its own child.
+            end_children(self._pids)
+            self._swept_s = time.monotonic()
         pid = os.fork()
         if pid == 0:
             self._become(fd)
@@ -165,6 +169,7 @@ class Server:
         code = 1
         try:
             os.setpgid(0, 0)
+            adopt_orphans()
             self._control.close()
             with socket.socket(fileno=fd) as link:
                 os.register_at_fork(after_in_child=link.close)
@@ -192,13 +197,6 @@ class Server:
                 elif not found:
                     time.sleep(0.001)
         return code
-
-
-def adopt_orphans() -> None:
-    """Have this process be the parent of what its children leave behind, so that it can be reaped."""
-    if sys.platform == "linux":
-        set_child_subreaper = 36
-        ctypes.CDLL(None).prctl(set_child_subreaper, 1)
 
 
 def main(fd: int) -> None:

@@ -1,22 +1,23 @@
 """A program of the user's that plays one session: what it is given, its reward, and its end.
 
-Owns its process group, its environment and its files. Invariants: it sees nothing of this process's environment but
-PATH; nothing of it runs on when it has ended; it ends with this process, however that ends; no key is in a message.
+Owns its processes, its environment and its files. Invariants: it sees nothing of this process's environment but
+PATH; nothing that it started runs on when it has ended; all of it ends with this process, however that ends; no key is
+in a message.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import os
 import signal
 from collections.abc import Sequence
 from typing import IO
 
-from raypost.agent_loop.group_loop import CANCEL_GRACE_S
 from raypost.agent_loop.session import Session
 from raypost.chat.openai import MODEL
-from raypost.data.mcp_tools import tied
+from raypost.data.keeper import REAP_S, kept
 
 MAX_OUTPUT = 4096
 """Characters that are kept of what a program wrote last."""
@@ -53,12 +54,12 @@ async def play_program(command: Sequence[str], session: Session) -> float | None
 async def _run(
     command: Sequence[str], environment: dict[str, str], files: Sequence[int]
 ) -> tuple[int, bytes]:
-    """Return a program's exit code, and the last of what it wrote; all of its process group ends with it."""
+    """Return a program's exit code, and the last of what it wrote; all that it started ends with it."""
     read, write = os.pipe()
     # A pipe of our own: asyncio takes a program for running while somebody holds one that it made.
     with open(write, "wb") as output, open(read, "rb", buffering=0) as pipe:
         program = await asyncio.create_subprocess_exec(
-            *tied(command),
+            *kept(command),
             env=environment,
             stdin=asyncio.subprocess.DEVNULL,
             stdout=output,
@@ -68,12 +69,15 @@ async def _run(
         )
         output.close()
         words = asyncio.create_task(_last_words(pipe))
+        ended = asyncio.create_task(program.wait())
         try:
-            code = await program.wait()
+            code = await asyncio.shield(ended)
         finally:
-            # All of it is killed; what it left behind may have held the pipe open.
-            _kill_group(program.pid)
-            await asyncio.wait([words, asyncio.create_task(program.wait())], timeout=CANCEL_GRACE_S)
+            if not ended.done():
+                _signal_group(program.pid, signal.SIGTERM)
+            await asyncio.wait([words, ended], timeout=2 * REAP_S)
+            if not ended.done():
+                _signal_group(program.pid, signal.SIGKILL)
             words.cancel()
     return code, words.result() if words.done() and not words.cancelled() else b""
 
@@ -101,8 +105,6 @@ async def _last_words(pipe: IO[bytes]) -> bytes:
     return words
 
 
-def _kill_group(pid: int) -> None:
-    try:
-        os.killpg(pid, signal.SIGKILL)
-    except (ProcessLookupError, PermissionError):
-        return
+def _signal_group(pid: int, number: signal.Signals) -> None:
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        os.killpg(pid, number)

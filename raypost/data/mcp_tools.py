@@ -15,12 +15,13 @@ import contextlib
 import json
 import shutil
 import sys
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
 from raypost.config.agent_loops import McpServer
+from raypost.data.keeper import kept
 from raypost.errors import ConfigError, RaypostError, ToolError
 from raypost.observe.waits import waiting
 
@@ -32,11 +33,6 @@ CLOSE_S = 10.0
 """Longest time of its end; the client kills it long before."""
 INVALID_PARAMS = -32602
 """JSON-RPC's code of an error in what was asked."""
-
-
-def tied(command: Sequence[str]) -> list[str]:
-    """Return the command whose process ends with this one, however that ends, where the system can do so."""
-    return [*(["setpriv", "--pdeathsig", "KILL", "--"] if shutil.which("setpriv") else []), *command]
 
 
 class McpError(RaypostError):
@@ -194,7 +190,7 @@ class McpConnection:
             if shutil.which(command[0]) is None:
                 raise ConfigError(f"{self._what}: there is no program {command[0]!r} on this machine")
             # It has an environment of its own.
-            first, *arguments = tied(command)
+            first, *arguments = kept(command)
             given = mcp.StdioServerParameters(command=first, args=arguments)
             transport = mcp.stdio_client(given, errlog=sys.__stderr__ or sys.stderr)
         async with transport as (read, write), mcp.ClientSession(read, write) as session:
