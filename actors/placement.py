@@ -161,6 +161,7 @@ async def reserve(
 class Nodes(NamedTuple):
     """Every live node, in one order, for raypost.plan.plan."""
 
+    ids: list[str]
     resources: list[dict[str, float]]
     free: list[dict[str, float]]
     labels: list[dict[str, str]]
@@ -171,6 +172,7 @@ def cluster_nodes() -> Nodes:
     nodes = [node for node in ray.nodes() if node["Alive"]]
     free = available_resources_per_node()
     return Nodes(
+        [str(node["NodeID"]) for node in nodes],
         [dict(node["Resources"]) for node in nodes],
         [dict(free.get(node["NodeID"], {})) for node in nodes],
         [dict(node["Labels"]) for node in nodes],

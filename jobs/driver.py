@@ -20,8 +20,8 @@ from typing import Any
 import ray
 from ray.exceptions import RayError
 
-from actors.placement import cluster_nodes
 from jobs.arguments import config_of, parser, python_path
+from jobs.nodes import live_cluster
 from jobs.stopping import outlive_terminal, stop_signals
 from jobs.wiring import checkpoints_of
 from raypost.checkpoint import verify_files
@@ -59,7 +59,7 @@ def main(job: Job, argv: list[str] | None = None, *, placement: str = "separate"
             if found is None and config.checkpoint.start_from is not None:
                 verify_files(config.checkpoint.start_from)
             plan.check(config, cluster=connect(config), tried=True)
-            wait_for_room(config, lambda: _cluster(config))
+            wait_for_room(config, lambda: live_cluster(config.autoscaling))
             owned.enter_context(owning(config.run_dir))
             forget_all(config.run_dir)
             beside = ["evaluator."] if config.eval.pool is not None else []
@@ -111,12 +111,7 @@ def connect(config: Config) -> plan.ClusterResources:
     if served:
         more = f" and {len(served) - 1} more nodes" if len(served) > 1 else ""
         print(f"metrics for Prometheus at {served[0]}{more}", flush=True)
-    return _cluster(config)
-
-
-def _cluster(config: Config) -> plan.ClusterResources:
-    nodes = cluster_nodes()
-    return plan.ClusterResources(nodes.resources, config.autoscaling, nodes.free, nodes.labels)
+    return live_cluster(config.autoscaling)
 
 
 def wait_for_room(

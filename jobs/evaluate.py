@@ -37,8 +37,9 @@ from raypost.config.identity import recipe_digest
 from raypost.errors import ClusterError, ConfigError
 from raypost.plan import plan
 from raypost.plan.checks import source_problems
-from raypost.plan.cluster import describe, place
+from raypost.plan.cluster import place
 from raypost.plan.models import model_problems
+from raypost.plan.node_types import describe
 from raypost.report.files import write_json
 from raypost.report.report_json import package_versions
 from raypost.report.terminal import scores_table

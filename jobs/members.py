@@ -66,7 +66,7 @@ class Cluster:
     def __init__(self, cfg: Config) -> None:
         """Know what a worker of each pool needs."""
         workers = [one for one in bundles(cfg) if one.role == "rollout_worker"]
-        self._each = {one.pool: (one.resources, one.labels) for one in workers}
+        self._each = {one.pool: one for one in workers}
 
     def draining(self) -> set[str]:
         """Return the names of the actors on nodes that are about to go."""
@@ -74,8 +74,7 @@ class Cluster:
 
     def shortage(self, names: Collection[str], pool: str) -> str:
         """Say why workers of a pool get no process."""
-        resources, labels = self._each[pool]
-        return shortage(resources, names, labels)
+        return shortage(self._each[pool], names)
 
 
 class Owner(Protocol):
@@ -127,6 +126,7 @@ class PoolMembers:
         self._members = set(bundled)
         self._asked: Size | None = None
         self.target, self.why = self._next, "as configured"
+        self._target_told = self.target
         self._coming: dict[str, float] = {}
         """Since when workers that were added are waited for."""
         self._down: dict[str, float] = {}
@@ -163,6 +163,12 @@ class PoolMembers:
             self._leave(name, "its node is drained")
         await self._fill(states)
         self._stand_by(draining)
+        if self.target != self._target_told:
+            before, self._target_told = self._target_told, self.target
+            pool = self._name or "rollout"
+            await self._tell(
+                Incident.POOL_RESIZED, pool=pool, before=before, target=self.target, cause=self.why
+            )
 
     def stop(self) -> None:
         """Look no more."""
@@ -186,8 +192,6 @@ class PoolMembers:
 
     def _want(self, target: int, why: str) -> None:
         if target != self.target:
-            pool = f"pool {self._name}" if self._name else "the rollout pool"
-            log.warning("%s is to have %d workers instead of %d: %s", pool, target, self.target, why)
             self._load.changed(self._clock(), grew=target > self.target)
         self.target, self.why = target, why
 

@@ -84,6 +84,8 @@ class Places:
         try:
             group = await reserve(resources, name, self._cfg.rollout.start_timeout_s, **how)
         except ClusterError as error:
-            raise ClusterError(f"{error}; {await asyncio.to_thread(autoscaler_says)}") from error
+            largest = max(resources, key=lambda one: sum(one.values()))
+            said = await asyncio.to_thread(autoscaler_says, largest, [how.get("labels") or {}])
+            raise ClusterError(f"{error}; {said}") from error
         self._groups.append(group)
         return group

@@ -29,6 +29,8 @@ class Incident(StrEnum):
     WORKER_JOINED = "worker_joined"
     """A rollout worker that was asked for while the run goes on serves."""
     WORKER_LEFT = "worker_left"
+    POOL_RESIZED = "pool_resized"
+    """A rollout pool is to have another number of workers."""
     POOL_SHORT = "pool_short"
     """A rollout worker that was asked for did not come: the cluster has nothing for it, or it does not start."""
     MICRO_BATCHES_HALVED = "micro_batches_halved"

@@ -13,6 +13,7 @@ from typing import Any
 
 from ray.util.metrics import Counter, Gauge
 
+from raypost.faults import Incident
 from raypost.observe import metrics
 from raypost.types import GroupCounts
 
@@ -41,6 +42,7 @@ OTHER_GAUGES = {
     "groups": ("Groups by where they are", ("state",)),
     "reward_part": ("Mean of a part of the reward", ("task", "part")),
     "judge_seconds": ("Mean duration of a judge's call", ("task",)),
+    "pool_target": ("Workers that a rollout pool is to have", ("pool",)),
     "workers": ("Rollout workers of a pool by their state", ("pool", "state")),
 }
 COUNTERS = {
@@ -117,6 +119,11 @@ class RunGauges:
         known = {dict(labels)["state"] for name, labels in self._held if name == "workers"}
         for state in known | numbers.keys():
             self.set("workers", numbers[state], pool=pool, state=state)
+
+    def incident(self, incident: Incident, fields: Mapping[str, Any]) -> None:
+        """Show what an incident changed."""
+        if incident is Incident.POOL_RESIZED:
+            self.set("pool_target", fields["target"], pool=fields["pool"])
 
     def judge(self, task: str, figures: metrics.JudgeFigures) -> None:
         """Show what the judges of a task did since the last call."""

@@ -84,6 +84,8 @@ class Telemetry:
         self._deadline_s = deadline_s
         self._sample_s = sample_s
         self._gauges = RunGauges(config.name, [task.name for task in config.tasks])
+        for pool, rollout in config.rollout.by_pool().items():
+            self._gauges.set("pool_target", rollout.num_workers, pool=pool or "rollout")
         self._tokens: dict[str, int] = {}
         self._slow: set[str] = set()
         """Workers that are slow beside their siblings."""
@@ -137,6 +139,7 @@ class Telemetry:
     async def log_incident(self, incident: Incident, fields: Mapping[str, Any]) -> None:
         """Record what happened to the run and did not end it."""
         self._writer.write_incident(incident, fields)
+        self._gauges.incident(incident, fields)
 
     async def finish(
         self, status: RunStatus, error: str | None, counts: GroupCounts | None

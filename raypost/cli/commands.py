@@ -28,6 +28,7 @@ from raypost.cli.submission import Submission, dashboard_token
 from raypost.config import load_config
 from raypost.errors import ConfigError, RaypostError
 from raypost.plan.cluster import ClusterResources
+from raypost.plan.node_types import types_of_file
 
 CONFIG = "config.yaml"
 """What a command reads where no --config is given."""
@@ -79,12 +80,13 @@ def plan(
     config: ConfigOption = Path(CONFIG),
     overrides: Overrides = None,
     cluster: Annotated[
-        str,
+        list[str] | None,
         typer.Option(
-            help="what to plan for: `local` (this machine), `none`, a cluster.yaml (its largest size), "
-            "or the dashboard of a running cluster, http://host:8265"
+            help="what to plan for: `local` (this machine, the default), `none`, a cluster.yaml or KubeRay manifest "
+            "(its largest size), or the dashboard of a running cluster, http://host:8265; given beside that, a file "
+            "says which nodes its autoscaler may add"
         ),
-    ] = "local",
+    ] = None,
     node: Annotated[
         list[str] | None,
         typer.Option(help="""a node to plan for, such as '{"CPU": 8, "GPU": 4}'; repeatable"""),
@@ -101,7 +103,9 @@ def plan(
     """Show what a configuration means: placement, staleness, memory, batch arithmetic, prompts. Starts nothing."""
     with _refusals():
         resolved = load_config(config, overrides)
-        print_plan(resolved, _cluster_resources(cluster, node or []), offline)
+        print_plan(
+            resolved, _cluster_resources(cluster or ["local"], node or [], resolved.autoscaling), offline
+        )
         if like is not None:
             from raypost.plan.pace import pace_lines, rates_of
 
@@ -328,16 +332,23 @@ def _refusals() -> Iterator[None]:
         raise typer.Exit(EXIT_REFUSED) from None
 
 
-def _cluster_resources(cluster: str, nodes: list[str]) -> ClusterResources | None:
+def _cluster_resources(named: list[str], nodes: list[str], autoscaling: bool) -> ClusterResources | None:
     if nodes:
         return ClusterResources([_node(text) for text in nodes])
-    if cluster == "none":
-        return None
-    if cluster == "local":
-        return ClusterResources.of_this_machine()
-    if cluster.startswith(("http://", "https://")):
-        return ClusterResources.of_dashboard(cluster, dashboard_token())
-    return ClusterResources.of_cluster_file(Path(cluster))
+    live = [one for one in named if one.startswith(("http://", "https://"))]
+    files = [one for one in named if one not in ("none", "local", *live)]
+    if len(named) > 1 and (len(named), len(live), len(files)) != (2, 1, 1):
+        raise ConfigError(
+            f"--cluster is {', '.join(named)}: give one, or the dashboard of a running cluster and the file of its "
+            "node types"
+        )
+    if live:
+        found = ClusterResources.of_dashboard(live[0], dashboard_token())
+        addable = types_of_file(Path(files[0])) if files else None
+        return dataclasses.replace(found, elastic=autoscaling, addable=addable)
+    if files:
+        return ClusterResources.of_cluster_file(Path(files[0]))
+    return ClusterResources.of_this_machine() if named == ["local"] else None
 
 
 def _node(text: str) -> dict[str, float]:

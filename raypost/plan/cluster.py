@@ -16,17 +16,11 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from raypost.config import Config, EnginePoolConfig, PoolConfig, RolloutConfig, WorkerPoolConfig
 from raypost.config.rollout import RolloutPoolConfig
-from raypost.errors import ClusterError, ConfigError
+from raypost.errors import ClusterError
+from raypost.plan.node_types import NODE_TYPE, NodeTypes, Resources, describe, fits, matches, types_of_file
 
-Resources = Mapping[str, float]
-"""Amounts under Ray's names: CPU, GPU and custom ones."""
-
-NODE_TYPE = "ray.io/node-group"
-"""Label with the type of a node, which autoscalers set."""
 LIGHT_ROLES = (
     "rollout-controller",
     "producer",
@@ -76,6 +70,37 @@ class ClusterResources:
     """What of it nobody holds, in the same order; None: unknown, or all of it."""
     labels: Sequence[Mapping[str, str]] | None = None
     """Of each node, in the same order; None: unknown."""
+    types: Sequence[str] | None = None
+    """Of each node, as its autoscaler names it; None: what its labels say."""
+    addable: NodeTypes | None = None
+    """Types of nodes that its autoscaler adds; None: unknown."""
+    num_new: int = 0
+    """The last so many nodes are not there yet."""
+
+    def type_of(self, number: int) -> str:
+        """Return the type of a node; empty: it has none, or none is known."""
+        labels = self.labels[number] if self.labels is not None else {}
+        return (self.types[number] if self.types is not None else "") or labels.get(NODE_TYPE, "")
+
+    def all_types(self) -> list[str]:
+        """Return the type of every node."""
+        return [self.type_of(number) for number in range(len(self.nodes))]
+
+    def grown(self) -> ClusterResources:
+        """Return it with all nodes of each type that its autoscaler may still add; itself where that is not known."""
+        if self.addable is None:
+            return self
+        left = self.addable.left(self.all_types())
+        new = [one for one in self.addable.types for _ in range(left[one.name])]
+        added = [dict(one.resources) for one in new]
+        return replace(
+            self,
+            nodes=[*self.nodes, *added],
+            free=None if self.free is None else [*self.free, *added],
+            labels=None if self.labels is None else [*self.labels, *(one.labels for one in new)],
+            types=[*self.all_types(), *(one.name for one in new)],
+            num_new=len(new) if self.nodes else 0,
+        )
 
     def total(self, resource: str) -> float:
         """Return the sum over all nodes."""
@@ -93,47 +118,41 @@ class ClusterResources:
 
     @classmethod
     def of_cluster_file(cls, path: Path) -> ClusterResources:
-        """Return the largest cluster that a Ray cluster file (cluster.yaml) allows. Raises ConfigError."""
-        try:
-            content = yaml.safe_load(path.read_text())
-            head, nodes = content["head_node_type"], []
-            labels: list[Mapping[str, str]] = []
-            for name, node_type in content["available_node_types"].items():
-                # Ray's own default: the head's type has no workers, any other as many as the cluster may have.
-                workers = node_type.get("max_workers", 0 if name == head else content.get("max_workers", 0))
-                count = int(workers) + (name == head)
-                nodes += [dict(node_type["resources"])] * count
-                labels += [{NODE_TYPE: str(name), **(node_type.get("labels") or {})}] * count
-        except OSError as error:
-            raise ConfigError(f"cannot read cluster file {path}: {error.strerror}") from error
-        except (yaml.YAMLError, KeyError, TypeError, AttributeError, ValueError) as error:
-            raise ConfigError(
-                f"{path} is no Ray cluster file with head_node_type and available_node_types: {error!r}"
-            ) from error
-        return cls(nodes, labels=labels)
+        """Return the largest cluster that a file of Ray's launcher, or of KubeRay, allows. Raises ConfigError."""
+        return replace(cls([], labels=[], addable=types_of_file(path)).grown(), addable=None)
 
     @classmethod
     def of_dashboard(cls, address: str, token: str | None = None, timeout_s: float = 2.0) -> ClusterResources:
         """Ask a cluster's dashboard (http://host:8265) what its live nodes have, and hold. Raises ClusterError."""
 
-        def rows(of: str) -> list[dict[str, Any]]:
-            request = urllib.request.Request(f"{address.rstrip('/')}/api/v0/{of}?detail=1&limit=1000")
+        def asked(path: str) -> Any:
+            request = urllib.request.Request(f"{address.rstrip('/')}/{path}")
             if token:
                 request.add_header("Authorization", f"Bearer {token}")
             with urllib.request.urlopen(request, timeout=timeout_s) as response:
-                answer: Any = json.load(response)
-            return list(answer["data"]["result"]["result"])
+                return json.load(response)["data"]
+
+        def rows(of: str) -> list[dict[str, Any]]:
+            return list(asked(f"api/v0/{of}?detail=1&limit=1000")["result"]["result"])
 
         try:
             alive = [row for row in rows("nodes") if row["state"] == "ALIVE"]
             nodes = {row["node_id"]: row["resources_total"] for row in alive}
             labels = [dict(row.get("labels") or {}) for row in alive]
+            raylets = (one["raylet"] for one in asked("nodes?view=summary")["summary"])
+            types = {one["nodeId"]: one.get("nodeTypeName", "") for one in raylets}
             free = {node: Counter(total) for node, total in nodes.items()}
             for node, held in _held(rows("actors"), rows("placement_groups")):
                 if node in free:
                     free[node].subtract(held)
             own = [dict(total) for total in nodes.values()]
-            return cls(own, free=[dict(left) for left in free.values()], labels=labels)
+            return cls(
+                own,
+                False,
+                [dict(left) for left in free.values()],
+                labels,
+                [types.get(node, "") for node in nodes],
+            )
         except (urllib.error.URLError, OSError, ValueError, KeyError, TypeError) as error:
             raise ClusterError(
                 f"no cluster answers at {address} within {timeout_s:.0f} s ({error}): give the address "
@@ -284,7 +303,7 @@ def shortages(config: Config, cluster: ClusterResources) -> list[str]:
             )
     for n, (who, resources) in enumerate(on_one_node):
         told = (who, resources) in on_one_node[:n]
-        if told or lacking & set(resources) or any(_fits(resources, node) for node in cluster.nodes):
+        if told or lacking & set(resources) or any(fits(resources, node) for node in cluster.nodes):
             continue
         large = ", ".join(f"{cluster.largest(name):g} {name}" for name in resources)
         problems.append(
@@ -337,44 +356,25 @@ def place(asked: Sequence[Bundle], cluster: ClusterResources) -> dict[str, str]:
         ways = [bundle.labels, *bundle.fallback_labels]
         for number, node in enumerate(free):
             is_chosen = labels is None or any(matches(way, labels[number]) for way in ways)
-            if is_chosen and _fits(bundle.resources, node):
+            if is_chosen and fits(bundle.resources, node):
                 for name, amount in bundle.resources.items():
                     node[name] -= amount
-                kind = labels[number].get(NODE_TYPE) if labels is not None else None
-                homes[bundle.name] = _node_name(number, cluster.nodes[number]) + (
-                    f" ({kind})" if kind else ""
-                )
+                homes[bundle.name] = _node_name(number, cluster)
                 break
     return homes
 
 
-def matches(selectors: Mapping[str, str], labels: Mapping[str, str]) -> bool:
-    """Return whether a node with these labels is selected, as Ray does."""
-    return all(is_selected(selector, labels.get(name)) for name, selector in selectors.items())
-
-
-def is_selected(selector: str, value: str | None) -> bool:
-    """Return whether a selector takes a label's value; None: the node has no such label."""
-    wanted = selector.removeprefix("!")
-    values = wanted[3:-1].split(",") if wanted.startswith("in(") else [wanted]
-    return (value in values) != selector.startswith("!")
-
-
-def describe(resources: Resources) -> str:
-    """Return such as `1 CPU, 2 GPU`; `shared time` where nothing is reserved."""
-    return ", ".join(f"{amount:g} {name}" for name, amount in resources.items()) or "shared time"
-
-
-def _fits(resources: Resources, node: Resources) -> bool:
-    return all(node.get(name, 0) >= amount for name, amount in resources.items())
-
-
-def _node_name(number: int, node: Resources) -> str:
-    """Return the node's address, which Ray lists among its resources, else its place in the list."""
+def _node_name(number: int, cluster: ClusterResources) -> str:
+    """Return the node's address, which Ray lists among its resources, else its place in the list, and its type."""
+    node = cluster.nodes[number]
+    kind = cluster.type_of(number)
+    if number >= len(cluster.nodes) - cluster.num_new:
+        return f"a new {kind}"
     address = next(
         (name for name in node if name.startswith("node:") and not name.startswith("node:__")), None
     )
-    return address.removeprefix("node:") if address else f"node {number + 1}"
+    name = address.removeprefix("node:") if address else f"node {number + 1}"
+    return f"{name} ({kind})" if kind else name
 
 
 def _fix(resource: str) -> str:

@@ -28,7 +28,6 @@ from raypost.plan.cluster import (
     Bundle,
     ClusterResources,
     bundles,
-    describe,
     engine_pools,
     name_problems,
     occupied,
@@ -38,6 +37,7 @@ from raypost.plan.cluster import (
 )
 from raypost.plan.memory import memory_lines, memory_warnings, model_sizes
 from raypost.plan.models import model_problems, model_warnings
+from raypost.plan.node_types import describe
 from raypost.plan.nodes import label_problems, node_lines
 from raypost.plan.prompts import Surveys, prompt_lines, prompt_warnings
 from raypost.plan.schedule import (
@@ -108,13 +108,13 @@ def check(
         problems += source_problems(config, tried=tried, offline=offline, surveys=surveys)
         problems += schedule_problems(config)
     problems += tracker_problems(config.trackers)
-    lacking = [*shortages(config, cluster), *label_problems(config, cluster)] if cluster else []
-    if cluster and not cluster.elastic:
-        problems += lacking
+    lacking = [] if cluster is None else _lacking(config, cluster)
+    final = [] if cluster is None else _never_there(config, cluster, lacking)
+    problems += final
     if problems:
-        error = ClusterError if problems == lacking else ConfigError
+        error = ClusterError if problems == final else ConfigError
         raise error("\n  ".join([f"{len(problems)} problem(s)", *problems]))
-    homes = place(bundles(config), cluster) if cluster else {}
+    homes = place(bundles(config), cluster.grown() if cluster.elastic else cluster) if cluster else {}
     sizes = model_sizes(config)
     return Plan(
         run_dir=config.run_dir,
@@ -136,6 +136,25 @@ def check(
             *_cluster_warnings(config, cluster, lacking, homes),
         ),
     )
+
+
+def _lacking(config: Config, cluster: ClusterResources) -> list[str]:
+    return [*shortages(config, cluster), *label_problems(config, cluster)]
+
+
+def _never_there(config: Config, cluster: ClusterResources, lacking: list[str]) -> list[str]:
+    """Return what of `lacking` no wait would bring."""
+    if not lacking or (cluster.elastic and cluster.addable is None):
+        return []
+    still = lacking if cluster.addable is None else _lacking(config, cluster.grown())
+    if cluster.elastic:
+        return [f"with all nodes that the autoscaler may add: {text}" for text in still]
+    if not still:
+        return [
+            *lacking,
+            "the cluster's autoscaler may add nodes that have it: set autoscaling: true to wait for them",
+        ]
+    return lacking
 
 
 def _unasked(config: Config) -> Iterator[str]:
@@ -272,9 +291,14 @@ def _when_all_are_large(config: Config, cluster: ClusterResources) -> Iterator[s
         for pool in rollout.pools
     ]
     wide = {"num_workers": large.get("rollout", rollout.num_workers), "pools": tuple(pools)}
-    missing = shortages(config.model_copy(update={"rollout": rollout.model_copy(update=wide)}), cluster)
+    largest = config.model_copy(update={"rollout": rollout.model_copy(update=wide)})
     named = ", ".join(f"{name}.autoscale.max {most}" for name, most in large.items())
-    yield from (f"for {named} the cluster must grow: {text}" for text in missing)
+    if never := [] if cluster.addable is None else shortages(largest, cluster.grown()):
+        yield from (
+            f"{named} cannot be reached: with all nodes that the autoscaler may add, {text}" for text in never
+        )
+    else:
+        yield from (f"for {named} the cluster must grow: {text}" for text in shortages(largest, cluster))
 
 
 def _cluster_warnings(
@@ -286,7 +310,9 @@ def _cluster_warnings(
     yield from (f"the cluster must grow first: {text}" for text in lacking)
     waits = "it may grow" if cluster.elastic else "then is refused"
     patience = f"the job waits rollout.start_timeout_s {config.rollout.start_timeout_s:g} s for it, {waits}"
-    yield from (f"{text}; {patience}" for text in occupied(config, cluster))
+    yield from (
+        f"{text}; {patience}" for text in occupied(config, cluster.grown() if cluster.elastic else cluster)
+    )
     yield from () if lacking else _when_all_are_large(config, cluster)
     homeless = [bundle.name for bundle in bundles(config) if bundle.resources and bundle.name not in homes]
     if homeless and not lacking:

@@ -69,6 +69,8 @@ class RunRecord:
     """What happened to the run and did not end it, in all sessions: how often, by `faults.Incident`."""
     moves: list[tuple[float, str, bool]] = field(default_factory=list)
     """When a rollout worker joined the pool (True), or had left it, and its name."""
+    targets: list[tuple[float, str]] = field(default_factory=list)
+    """When a pool was to have another number of workers, and which."""
     not_finite: set[str] = field(default_factory=set)
     """Metrics that were NaN or infinite in some step."""
     spans: SpanTable = field(default_factory=dict)
@@ -172,6 +174,9 @@ def _read_events(run_dir: Path, record: RunRecord, times: array[float]) -> list[
             record.incidents[kind] += line.get("count", 1)
             if kind in (Incident.WORKER_JOINED, Incident.WORKER_LEFT):
                 record.moves.append((time_s, line["actor"], kind == Incident.WORKER_JOINED))
+            elif kind == Incident.POOL_RESIZED:
+                pool = "" if line["pool"] == "rollout" else f"{line['pool']} "
+                record.targets.append((time_s, f"{pool}{line['before']} to {line['target']}"))
         elif kind == "end":
             record.status = line["status"]
             record.error = line["error"]

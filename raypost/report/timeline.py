@@ -77,7 +77,10 @@ def joined(record: RunRecord) -> tuple[RunRecord, list[float]]:
 
     spans = {key: union(one - cut(one[:, 0])[:, None]) for key, one in record.spans.items()}
     moves = [(at - float(cut(np.array([at]))[0]), actor, came) for at, actor, came in record.moves]
-    whole = replace(record, spans=spans, moves=moves, sessions=[(starts[0], ends[-1] - cut_s[-1])])
+    targets = [(at - float(cut(np.array([at]))[0]), text) for at, text in record.targets]
+    whole = replace(
+        record, spans=spans, moves=moves, targets=targets, sessions=[(starts[0], ends[-1] - cut_s[-1])]
+    )
     return whole, [float(start) for start in starts[1:] - cut_s[1:]]
 
 
@@ -114,6 +117,10 @@ def draw_timeline(
     for at, actor, came in moves:
         y, mark = rows.index(actor) + 1, ">" if came else "<"
         ax.plot(at - origin, y, mark, ms=8, color="white", mec=INK, mew=1.4, clip_on=False, zorder=4)
+    targets = [one for one in record.targets if window[0] <= one[0] <= window[1]]
+    for at, text in targets:
+        ax.axvline(at - origin, color=GREY, lw=0.8, ls=":")
+        note(ax, text, (at - origin, -0.6), (3, 3))
     _dress(ax, ["both at once", *rows], window, origin)
     begins = min((spans[0, 0] for spans in record.spans.values() if len(spans)), default=window[0])
     if begins - window[0] > 0.08 * (window[1] - window[0]):
@@ -127,6 +134,7 @@ def draw_timeline(
     notes = [f"{hidden} more actors not shown"] * (hidden > 0)
     notes += ["a dashed line: the run was started again; the time until then is left out"] * bool(restarts)
     notes += ["> a worker joined the pool, < it had left it"] * bool(moves)
+    notes += ["dotted, with numbers: the workers that the pool is to have"] * bool(targets)
     notes += ["height: share of the time an actor was busy"] * dense
     note(ax, "; ".join(notes), (1, 0), (0, -24), "axes fraction", ha="right", va="top")
     return figure

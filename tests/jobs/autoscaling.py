@@ -80,9 +80,10 @@ ENVIRONMENT = {
 
 
 @contextmanager
-def autoscaling_cluster(folder: Path) -> Iterator[AutoscalingCluster]:
+def autoscaling_cluster(folder: Path, dashboard: bool = False) -> Iterator[AutoscalingCluster]:
     """Start one, and connect this process to it."""
     cluster = AutoscalingCluster(
+        dashboard=dashboard,
         num_cpus=8,
         resources={"trainer": 8},
         object_store_memory=128 * 1024**2,

@@ -10,11 +10,14 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+import ray
 
+from jobs.nodes import autoscaler_says, live_cluster, node_types
 from jobs.private_cluster import PrivateCluster
 from raypost.audit.audit import audit
 from raypost.doctor.presence import PROCESSES
@@ -115,6 +118,77 @@ def test_a_run_that_starves_gets_nodes_from_the_autoscaler_and_gives_them_back(t
     assert audit(run.run_dir).num_contradictions == 0
     spans = read_spans(run.run_dir / "spans.jsonl")
     assert len({span.actor for span in spans if span.kind == "rollout"}) >= 3
+
+
+@pytest.mark.slow
+def test_what_the_autoscaler_may_add_is_planned_and_what_it_never_will_is_said(tmp_path: Path) -> None:
+    """`raypost plan` and a job as a user types them, and what is said of actors that wait."""
+    config = config_of(tmp_path, steps=1, kind="async")
+    config["autoscaling"] = True
+    config["rollout"] |= {"num_workers": 2, "num_cpus": 1, "resources": {"rollout": 1}}
+    (tmp_path / "run.yaml").write_text(json.dumps(config))
+    with autoscaling_cluster(tmp_path, dashboard=True) as cluster:
+        assert cluster._folder is not None
+        file = str(cluster._folder / "autoscaling.yaml")
+        found = node_types()
+        assert found is not None and found.left([""] * len(ray.nodes())) == {
+            "ray.head.default": 0, "rollout": 3,
+        }  # fmt: skip
+
+        def typed(*words: str) -> subprocess.CompletedProcess[str]:
+            command = [sys.executable, "-m", *words[:1], "--config", str(tmp_path / "run.yaml"), *words[1:]]
+            if words[0] == "raypost":
+                command[3:3] = ["plan"]
+            env = {**cluster.env(), "RAY_ADDRESS": cluster.address}
+            return subprocess.run(command, capture_output=True, text=True, env=env, check=False, timeout=120)
+
+        both = ("--cluster", cluster.dashboard_url, "--cluster", file)
+        shown = typed("raypost", *both)
+        assert shown.returncode == 0 and "the autoscaler may add 3" in shown.stdout, shown.stderr
+        for refused in (
+            typed("raypost", *both, "rollout.num_workers=4"),
+            typed("jobs.train", "rollout.num_workers=4"),
+        ):
+            assert refused.returncode == 2, refused.stderr
+            assert (
+                "with all nodes that the autoscaler may add: the placement needs 4 rollout" in refused.stderr
+            )
+        twice = typed("raypost", *both, "--cluster", "none")
+        assert twice.returncode == 2 and "give one, or the dashboard" in twice.stderr
+
+        large, small = (ray.remote(num_cpus=0, resources={"rollout": each})(Waiting) for each in (2, 1))
+        asked = [large.remote()]
+        until_said(
+            autoscaler_says, {"rollout": 2}, "no node type has that (ray.head.default: ", "rollout: 1 CPU"
+        )
+        until_said(unknown_types, {"rollout": 2}, "no node of any type is there")
+        del asked[0]
+        asked += [small.remote() for _ in range(4)]
+        until_said(
+            autoscaler_says,
+            {"rollout": 1},
+            "all node types that have that are at their maximum (rollout 3 of 3)",
+        )
+        until_said(
+            unknown_types, {"rollout": 1}, "at their maximum, or the cluster is (rollout has 3 node(s))"
+        )
+
+
+class Waiting:
+    """Asks for a node."""
+
+
+def unknown_types(wanted: dict[str, float]) -> str:
+    """Say the same as one who is not on the head."""
+    return autoscaler_says(wanted, [{}], replace(live_cluster(elastic=True), addable=None))
+
+
+def until_said(say: Callable[[dict[str, float]], str], wanted: dict[str, float], *words: str) -> None:
+    end = time.monotonic() + DEADLINE_S
+    while not all(one in (said := say(wanted)) for one in words):
+        assert time.monotonic() < end, f"{words} is never said, but {said!r}"
+        time.sleep(0.5)
+    print(said, flush=True)
 
 
 @pytest.mark.slow
@@ -233,6 +307,44 @@ def test_nodes_that_go_with_and_without_notice_lose_nothing(tmp_path: Path) -> N
     report = json.loads((run.run_dir / "report.json").read_text())
     assert_adds_up(report)
     assert audit(run.run_dir).num_contradictions == 0
+
+
+@pytest.mark.slow
+def test_ranks_whose_node_is_lost_come_back_on_another_and_train_what_they_had(tmp_path: Path) -> None:
+    """Two ranks on nodes of their own; one node is killed, and the autoscaler brings another."""
+    config = config_of(tmp_path, steps=100_000, kind="async")
+    config["autoscaling"] = True
+    config["eval"]["num_prompts"] = 0
+    config["train"]["resources"] = {"rollout": 1}
+    config["rollout"]["resources"] = {"trainer": 1}
+    with autoscaling_cluster(tmp_path) as cluster:
+        run = ChaosRun(cluster, tmp_path, "ranks", config)
+        run.start()
+        try:
+            until(run, "3 steps", lambda: last_step(run) >= 3)
+            lost, kept = node_of("trainer-1"), node_of("trainer-0")
+            assert lost != kept
+            kill_raylet(lost)
+            until(run, "the gang", lambda: any(one["event"] == "role_restarted" for one in events(run)))
+            again = last_step(run)
+            until(run, "3 more steps", lambda: last_step(run) >= again + 3)
+            assert lost not in (node_of("trainer-0"), node_of("trainer-1"))
+            assert run._driver is not None
+            run._driver.terminate()
+            assert run._driver.wait(120) == 0, run.words()
+        finally:
+            run.end()
+    assert run.attempts == 1
+    died = [one for one in events(run) if one["event"] == "role_died"]
+    assert {one["role"] for one in died} == {"trainer"}
+    assert_adds_up(json.loads((run.run_dir / "report.json").read_text()))
+    assert audit(run.run_dir).num_contradictions == 0
+
+
+def last_step(run: ChaosRun) -> int:
+    path = run.run_dir / "metrics.jsonl"
+    lines = path.read_text().splitlines() if path.exists() else []
+    return max((json.loads(line).get("step", 0) for line in lines), default=0)
 
 
 @pytest.mark.slow

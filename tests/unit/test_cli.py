@@ -59,7 +59,10 @@ class _Handler(BaseHTTPRequestHandler):
     def do_GET(self) -> None:
         self.server.asked.append((self.path, self.headers["Authorization"]))
         of = self.path.split("?")[0].rpartition("/")[2]
-        answer = {"result": True, "data": {"result": {"total": 2, "result": self.server.rows[of]}}}
+        answer: Any = {"result": True, "data": {"result": {"total": 2, "result": self.server.rows.get(of)}}}
+        if self.path == "/nodes?view=summary":
+            raylets = [{"raylet": {"nodeId": one["node_id"], "nodeTypeName": "head"}} for one in NODES]
+            answer = {"result": True, "data": {"summary": raylets}}
         body = json.dumps(self.server.answer or answer).encode()
         self.send_response(200)
         self.send_header("Content-Length", str(len(body)))
@@ -230,11 +233,39 @@ def test_plan_for_a_running_cluster_counts_its_living_nodes(
     monkeypatch.setenv("RAY_AUTH_TOKEN", "sesame")
     result = run("plan", "--config", recipe, "--cluster", dashboard.url, "rollout.num_workers=8")
     assert "the cluster has 8" in result.stderr
-    assert [path.split("&")[0] for path, _ in dashboard.asked] == [
-        f"/api/v0/{of}?detail=1" for of in ("nodes", "actors", "placement_groups")
-    ]
+    asked = [f"/api/v0/{of}?detail=1" for of in ("nodes", "actors", "placement_groups")]
+    assert sorted(path.split("&")[0] for path, _ in dashboard.asked) == sorted(
+        ["/nodes?view=summary", *asked]
+    )
     assert {token for _, token in dashboard.asked} == {"Bearer sesame"}
     assert "10.0.0.1" in run("plan", "--config", recipe, "--cluster", dashboard.url).stdout
+
+
+def test_plan_for_a_running_cluster_and_a_file_counts_the_nodes_that_may_come(
+    recipe: Path, dashboard: Dashboard, tmp_path: Path
+) -> None:
+    types = {"head": {"resources": {"CPU": 8}}, "more": {"resources": {"CPU": 4}, "max_workers": 2}}
+    file = tmp_path / "cluster.yaml"
+    file.write_text(
+        yaml.safe_dump({"head_node_type": "head", "max_workers": 2, "available_node_types": types})
+    )
+
+    def planned(*words: object) -> Result:
+        return run("plan", "--config", recipe, "--cluster", dashboard.url, *words, "autoscaling=true")
+
+    shown = planned("--cluster", file).stdout
+    assert "the autoscaler may add 2" in shown and "of no type" not in shown
+    assert planned("--cluster", file, "rollout.num_workers=15").exit_code == 0
+    refused = planned("--cluster", file, "rollout.num_workers=16")
+    assert refused.exit_code == 2 and "with all nodes that the autoscaler may add" in refused.stderr
+    assert planned("rollout.num_workers=16").exit_code == 0, "which nodes may come is not known"
+    for words in (
+        ["--cluster", dashboard.url],
+        ["--cluster", file, "--cluster", "none"],
+        ["--cluster", "local"],
+    ):
+        twice = planned(*words)
+        assert twice.exit_code == 2 and "give one, or the dashboard of a running cluster" in twice.stderr
 
 
 def test_plan_says_what_others_hold_of_a_running_cluster(recipe: Path, dashboard: Dashboard) -> None:

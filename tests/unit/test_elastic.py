@@ -42,6 +42,7 @@ class World:
         self.warm: dict[str, asyncio.Future[None]] = {}
         self.left: list[tuple[str, str, float]] = []
         self.told: list[tuple[Incident, dict[str, Any]]] = []
+        self.resized: list[tuple[str, int, int, str]] = []
         self.slots = 0
         self.running = 1
         self.load = PoolLoad(
@@ -82,7 +83,10 @@ class World:
         self.slots = num_slots
 
     async def tell(self, incident: Incident, **fields: Any) -> None:
-        self.told.append((incident, fields))
+        if incident is Incident.POOL_RESIZED:
+            self.resized.append((fields["pool"], fields["before"], fields["target"], fields["cause"]))
+        else:
+            self.told.append((incident, fields))
 
     def draining(self) -> set[str]:
         return self.drained
@@ -140,6 +144,7 @@ async def test_workers_are_added_when_more_are_asked_for_and_the_last_leave_firs
     ask(run_dir, 2)
     await world.looks()
     assert world.actors == {"rollout-0", "rollout-4"}, "no name is used twice"
+    assert [size[:3] for size in world.resized] == [("rollout", 2, 4), ("rollout", 4, 1), ("rollout", 1, 2)]
 
 
 async def test_workers_that_do_not_serve_yet_leave_before_those_that_do(run_dir: Path) -> None:
@@ -162,6 +167,7 @@ async def test_worker_that_gets_no_node_is_told_of_and_given_up_at_the_deadline(
     ((kind, fields),) = world.told
     assert kind is Incident.POOL_SHORT and (fields["asked"], fields["given"]) == (3, 2)
     assert "rollout-2 without a node" in fields["cause"]
+    assert world.resized == [("rollout", 2, 3, "raypost scale"), ("rollout", 3, 2, "rollout-2 did not come")]
     await world.looks(100)
     assert len(world.told) == 1 and world.actors == {"rollout-0", "rollout-1"}, "it is not asked for again"
     ask(run_dir, 4)
@@ -314,7 +320,8 @@ async def test_a_pool_with_bounds_is_sized_by_its_own_engines_and_the_trainers_w
 
 async def test_worker_that_gets_no_node_is_told_of_with_the_needs_of_its_pool(run_dir: Path) -> None:
     cfg = config(run_dir, num_workers=1, pools=[{"name": "far", "num_cpus": 4, "resources": {"far": 1}}])
-    assert Cluster(cfg)._each == {"": ({"CPU": 1}, {}), "far": ({"CPU": 4, "far": 1}, {})}
+    each = {pool: one.resources for pool, one in Cluster(cfg)._each.items()}
+    assert each == {"": {"CPU": 1}, "far": {"CPU": 4, "far": 1}}
 
 
 async def test_what_actors_wait_for_while_they_start_is_said_once_and_is_why_the_run_ends() -> None:

@@ -9,7 +9,8 @@ import pytest
 
 from raypost.config import Config
 from raypost.errors import ClusterError
-from raypost.plan.cluster import ClusterResources, bundles, matches, place
+from raypost.plan.cluster import ClusterResources, bundles, place
+from raypost.plan.node_types import matches
 from raypost.plan.nodes import label_problems, node_lines
 from raypost.plan.plan import check
 from tests.factories import make_config
@@ -112,8 +113,7 @@ def test_labels_of_node_types_come_from_the_cluster_file_and_those_of_workers_fr
         "  spot: {resources: {CPU: 4}, labels: {market: spot}, max_workers: 2}\n"
     )
     found = ClusterResources.of_cluster_file(file)
-    spot = {"ray.io/node-group": "spot", "market": "spot"}
-    assert found.labels == [{"ray.io/node-group": "head"}, spot, spot]
+    assert found.labels == [{}, {"market": "spot"}, {"market": "spot"}]
     assert dict(node_lines(found)) == {"head": "1 node(s), 0 CPU each", "spot": "2 node(s), 4 CPU each"}
     assert dict(check(config(), cluster=found).nodes) == dict(node_lines(found))
     cfg = config(

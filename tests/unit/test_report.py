@@ -541,6 +541,13 @@ def test_the_timeline_marks_who_joined_and_left_the_pool_also_of_a_run_that_was_
     for seconds, incident in ((2, Incident.WORKER_JOINED), (3, Incident.WORKER_LEFT)):
         clock.now += seconds
         recorder.write_incident(incident, {"actor": "rollout-1"})
+        resized = {
+            "pool": ("rollout", "far")[seconds - 2],
+            "before": seconds,
+            "target": 5 - seconds,
+            "cause": "x",
+        }
+        recorder.write_incident(Incident.POOL_RESIZED, resized)
         begin = clock.now - 1
         recorder.write_spans([Span(actor="rollout-1", kind="rollout", start_s=begin, end_s=clock.now)])
     recorder.close()
@@ -555,7 +562,10 @@ def test_the_timeline_marks_who_joined_and_left_the_pool_also_of_a_run_that_was_
     figure = draw_timeline(record, whole_run(record), restarts=restarts)
     marks = [line.get_marker() for line in figure.axes[0].lines if line.get_marker() in ("<", ">")]
     assert marks == [">", "<", ">"]
-    assert "< it had left it" in " ".join(text.get_text() for text in figure.axes[0].texts)
+    texts = [text.get_text() for text in figure.axes[0].texts]
+    assert {"2 to 3", "far 3 to 2"} <= set(texts), "sizes that were wanted, of which pool"
+    assert [round(at - start, 3) for at, _ in record.targets] == [2, 5]
+    assert "< it had left it" in " ".join(texts)
 
 
 def test_what_a_run_is_called_and_why_it_failed_cannot_break_the_page(tmp_path: Path, clock: Clock) -> None:

@@ -13,6 +13,7 @@ import pytest
 
 from actors.telemetry import gauges
 from raypost.config import Config
+from raypost.faults import Incident
 from raypost.observe.metrics import JudgeFigures
 from raypost.observe.spans import Span
 from raypost.report import files, page, plots, writer
@@ -277,6 +278,13 @@ def test_gauges_have_the_task_as_a_label(instruments: dict[str, Instrument]) -> 
     alone = gauges.RunGauges("r", ["sums"])
     alone.step(1, production_record(status_of(), 1))
     assert instruments["raypost_task_group_seconds_p50"].values == [({"run": "r", "task": "sums"}, 3.0)]
+
+
+def test_the_size_of_a_pool_is_shown_once_it_is_another(instruments: dict[str, Instrument]) -> None:
+    shown = gauges.RunGauges("r", ["sums"])
+    shown.incident(Incident.POOL_RESIZED, {"pool": "far", "before": 1, "target": 3, "cause": "x"})
+    shown.incident(Incident.WORKER_LEFT, {"actor": "rollout-far-0"})
+    assert instruments["raypost_pool_target"].values == [({"run": "r", "pool": "far"}, 3)]
 
 
 def test_gauges_are_set_again_while_they_hold_and_counters_are_not(
