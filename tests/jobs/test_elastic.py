@@ -304,6 +304,10 @@ def test_nodes_that_go_with_and_without_notice_lose_nothing(tmp_path: Path) -> N
             assert run._driver.wait(120) == 0, run.words()
         finally:
             run.end()
+    spans = read_spans(run.run_dir / "spans.jsonl")
+    begun = [one.start_s for one in spans if (one.kind, one.actor) == ("rollout", "rollout-1")]
+    assert begun and max(begun) <= left["time_s"], "nothing is given to a worker whose node was told to go"
+    print(f"the last request began {max(begun) - told:.1f} s after the notice", flush=True)
     report = json.loads((run.run_dir / "report.json").read_text())
     assert_adds_up(report)
     assert audit(run.run_dir).num_contradictions == 0
