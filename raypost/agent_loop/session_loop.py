@@ -220,26 +220,31 @@ class SessionAgentLoop(ParkingLoop[Play]):
             await session.pause()
         if session.fault is not None:
             raise session.fault
-        if session.record.last is not None:
-            _write(state, session.record.last)
-        if not play.agent.done() and not paused:
+        if play.agent.done():
+            return True
+        _write(state, session.record)
+        if not paused:
             came = self._external is None or self._external.is_open(session)
             text = "the agent took longer than" if came else "no program opened the session within"
             bound = self._options.session_timeout_s
             raise MemberFailedError(Boundary.ENVIRONMENT, f"{text} session_timeout_s={bound:g}")
-        return play.agent.done()
+        return False
 
     def _end(self, state: RolloutState, play: Play) -> list[RolloutState]:
         """Take the agent's result; return the session's other trajectories. Raises MemberFailedError."""
         session = play.session
         error = play.agent.exception() if not play.agent.cancelled() else RuntimeError("it was cancelled")
         # An agent that gives up because a bound was reached is judged by what it said until then.
+        last, why = session.record.last, ""
         if error is not None and not session.is_full:
-            raise MemberFailedError(Boundary.ENVIRONMENT, f"the agent failed: {error!r:.500}")
+            why = f"the agent failed: {error!r:.500}"
+        elif last is None or not last.complete or last.parsed is None:
+            why = "the agent ended without a completion"
+        if why:
+            _write(state, session.record)
+            raise MemberFailedError(Boundary.ENVIRONMENT, why)
+        assert last is not None and last.parsed is not None
         reward = play.agent.result() if error is None else None
-        last = session.record.last
-        if last is None or not last.complete or last.parsed is None:
-            raise MemberFailedError(Boundary.ENVIRONMENT, "the agent ended without a completion")
         state.metadata = {**state.metadata, ANSWER: last.parsed.content}
         branches = _branches(state, session.record)
         if session.is_full:
@@ -266,8 +271,11 @@ class SessionAgentLoop(ParkingLoop[Play]):
         return found
 
 
-def _write(state: RolloutState, leaf: RecordedTurn) -> None:
-    """Make the trajectory what was recorded up to `leaf`."""
+def _write(state: RolloutState, record: SessionRecord) -> None:
+    """Make the trajectory what was recorded up to the last turn, if there is one."""
+    leaf = record.last
+    if leaf is None:
+        return
     path, reason = leaf.path(), state.finish_reason
     state.prompt_ids = path[0].context
     write_path(state, leaf)

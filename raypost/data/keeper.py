@@ -20,7 +20,7 @@ from typing import NoReturn
 
 REAP_S = 10.0
 """Longest time that killed processes may take to be gone."""
-SET_PDEATHSIG, SET_CHILD_SUBREAPER = 1, 36
+SET_PDEATHSIG, SET_DUMPABLE, SET_CHILD_SUBREAPER = 1, 4, 36
 """Of Linux's prctl."""
 NOT_STARTED = 127
 """Exit code of a program that cannot be started, as shells have it."""
@@ -80,7 +80,7 @@ def _become(command: Sequence[str]) -> NoReturn:
 
 
 def main(parent: int, command: Sequence[str]) -> int:
-    """Run a program to its end, or that of `parent`; return its exit code: 128 and the number for a signal."""
+    """Run a program to its end, or that of `parent`; return its exit code, that of a signal below zero."""
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGCHLD, *ENDS})
     adopt_orphans()
     _prctl(SET_PDEATHSIG, signal.SIGTERM)
@@ -93,7 +93,7 @@ def main(parent: int, command: Sequence[str]) -> int:
     while code is None and signal.sigwait({signal.SIGCHLD, *ENDS}) not in ENDS:
         code = _reap(program)
     end_children()
-    return 128 + signal.SIGKILL if code is None else 128 - code if code < 0 else code
+    return -signal.SIGKILL if code is None else code
 
 
 def _reap(program: int) -> int | None:
@@ -105,5 +105,16 @@ def _reap(program: int) -> int | None:
     return code
 
 
+def end_as(code: int) -> NoReturn:
+    """End with an exit code, or by a signal without a core of this process."""
+    if code < 0:
+        _prctl(SET_DUMPABLE, 0)
+        if -code != signal.SIGKILL:
+            signal.signal(-code, signal.SIG_DFL)
+        signal.pthread_sigmask(signal.SIG_SETMASK, ())
+        os.kill(os.getpid(), -code)
+    sys.exit(abs(code))
+
+
 if __name__ == "__main__":
-    sys.exit(main(int(sys.argv[1]), sys.argv[2:]))
+    end_as(main(int(sys.argv[1]), sys.argv[2:]))

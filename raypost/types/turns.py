@@ -7,7 +7,7 @@ reset keeps its record until it runs again: without tokens the record means noth
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 from raypost.types.rollout import RolloutState
@@ -31,6 +31,13 @@ class Turn:
     info: str = ""
     """What else the world had to say, cut."""
 
+    def plain(self) -> dict[str, Any]:
+        """Return it as plain data, with calls of its own."""
+        return {name: getattr(self, name) for name in _FIELDS} | {"calls": [dict(one) for one in self.calls]}
+
+
+_FIELDS = tuple(one.name for one in fields(Turn))
+
 
 def recorded_turns(state: RolloutState) -> list[Turn]:
     """Return the turns so far, without an action that has no answer yet."""
@@ -46,4 +53,4 @@ def turns_of(state: RolloutState) -> list[Turn]:
 def record_turns(state: RolloutState, turns: list[Turn]) -> None:
     """Make these the trajectory's turns."""
     # A new dict: siblings, and the copy that is put back after a failure, share the old one.
-    state.metadata = {**state.metadata, TURNS: [asdict(turn) for turn in turns]}
+    state.metadata = {**state.metadata, TURNS: [turn.plain() for turn in turns]}

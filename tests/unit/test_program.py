@@ -145,7 +145,8 @@ def test_a_keeper_ends_as_its_program_does(tmp_path: Path) -> None:
     shell = ["sh", "-c"]
     for command, code in (
         ([*shell, "exit 3"], 3),
-        ([*shell, "kill -9 $$"], 128 + 9),
+        ([*shell, "kill -9 $$"], -9),
+        ([*shell, "kill -15 $$"], -15),
         ([str(tmp_path / "none")], NOT_STARTED),
     ):
         done = subprocess.run(kept(command), capture_output=True, timeout=WAIT_S)
