@@ -178,7 +178,7 @@ async def test_worker_that_hangs_is_found_ended_and_brought_back_and_its_request
         assert {one.worker for one in results} == {"rollout-0", "rollout-1"}
         assert {int(v) for one in results for v in one.policy_versions} == {3}
 
-    await with_pool(test, token_s=0.01, liveness_timeout_s=1.0)
+    await with_pool(test, token_s=0.01, liveness_timeout_s=5.0)
 
 
 async def test_slow_worker_is_found_and_restarted_and_then_as_fast_as_the_others() -> None:
@@ -200,7 +200,7 @@ async def test_slow_worker_is_found_and_restarted_and_then_as_fast_as_the_others
         results = await asyncio.gather(*(pool.generate(request(f"t{n}", 4)) for n in range(16)))
         assert {one.worker for one in results} == {"rollout-0", "rollout-1", "rollout-2"}
 
-    await with_pool(test, token_s=0.005, count=3, liveness_timeout_s=2.0, slow_worker="restart")
+    await with_pool(test, token_s=0.005, count=3, liveness_timeout_s=5.0, slow_worker="restart")
 
 
 async def test_worker_that_dies_while_its_engine_starts_is_started_again(tmp_path: Path) -> None:
