@@ -10,6 +10,8 @@ SHELL := /bin/bash
 .SHELLFLAGS := -eu -o pipefail -c
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
+# Tests start hundreds of processes, which would each compile what they import.
+unexport PYTHONDONTWRITEBYTECODE
 .PHONY: help install bwrap run test test-all chaos cover check docs format lock clean
 
 RECIPE ?= quickstart

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import shutil
 import sys
@@ -58,6 +59,16 @@ LONGEST = (
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Put the longest files first; otherwise the order stays."""
     items.sort(key=lambda item: (*LONGEST, item.path.name).index(item.path.name))
+
+
+# Millions of objects of imports and parameters, which stay: each full collection would visit all of them.
+gc.disable()
+
+
+def pytest_collection_finish() -> None:
+    """From here on the garbage collector looks at what tests make alone."""
+    gc.freeze()
+    gc.enable()
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -11,7 +11,7 @@ import pytest
 from raypost.config import Config, parse_config
 from raypost.errors import ConfigError
 
-CHAIN_SUM = {"kind": "reasoning_gym", "dataset": "chain_sum"}
+CHAIN_SUM = {"kind": "reasoning_gym", "dataset": "chain_sum", "size": 200}
 SMALLEST: dict[str, Any] = {
     "model": {"name": "tiny"},
     "tasks": [{"source": CHAIN_SUM}],

@@ -35,7 +35,7 @@ def _number_fields(model: type[BaseModel]) -> frozenset[str]:
 class ConfigModel(BaseModel):
     """Base of all parts of a configuration: frozen, without unknown keys, infinities or NaN."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True, allow_inf_nan=False)
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
     @field_validator("*", mode="before")
     @classmethod

@@ -38,6 +38,11 @@ class GymSource:
         self._seed = seed
         self._dataset = gym_dataset(task.source, seed, part=0)
         self._size = len(self._dataset)
+        source, version = task.source, importlib.metadata.version("reasoning-gym")
+        self.identity = (
+            f"reasoning-gym {version} {source.dataset} {json.dumps(source.params, sort_keys=True)}"
+        )
+        """What decides the problems, besides the seed."""
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Pickle as a call that makes the dataset again."""
@@ -47,12 +52,6 @@ class GymSource:
     def __len__(self) -> int:
         """Return the number of problems in an epoch."""
         return self._size
-
-    @property
-    def identity(self) -> str:
-        """What decides the problems, besides the seed."""
-        source, version = self._task.source, importlib.metadata.version("reasoning-gym")
-        return f"reasoning-gym {version} {source.dataset} {json.dumps(source.params, sort_keys=True)}"
 
     def sample(self, index: int) -> Prompt:
         """Return the problem at `index`, or a neighbour in its place when that one is held out."""

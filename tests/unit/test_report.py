@@ -74,8 +74,8 @@ def write_steps(recorder: RunWriter, clock: Clock, first: int, last: int) -> Non
         recorder.write_sync(run.sync_report(step))
 
 
-def write_whole_run(folder: Path, clock: Clock, steps: int = run.STEPS) -> RunWriter:
-    recorder = open_run(folder, clock)
+def write_whole_run(folder: Path, clock: Clock, steps: int = run.STEPS, **overrides: Any) -> RunWriter:
+    recorder = open_run(folder, clock, **overrides)
     recorder.write_spans(run.first_spans())
     recorder.write_sync(run.sync_report(0))
     recorder.write_eval(0, {"held_out": 0.23, "eval_failed": 0.0})
@@ -325,12 +325,16 @@ def test_a_run_that_failed_before_its_first_step_has_a_report_without_figures(
         assert report[name] is None
 
 
+BOUND_4 = {
+    "source": {"kind": "reasoning_gym", "dataset": "basic_arithmetic"},
+    "strategy": {"max_staleness": 4},
+}
+"""A task of another bound than the default."""
+
+
+@pytest.mark.usefixtures("no_plots")
 def test_one_bound_judges_a_run_everywhere(tmp_path: Path, clock: Clock) -> None:
-    task = {
-        "source": {"kind": "reasoning_gym", "dataset": "basic_arithmetic"},
-        "strategy": {"max_staleness": 4},
-    }
-    config = run.config(tasks=[task])
+    config = run.config(tasks=[BOUND_4])
     assert schedule.bound(config.tasks[0], config).threshold == 5, "what plan says"
     recorder = RunWriter(tmp_path, config, started_s=clock.now)
     write_steps(recorder, clock, 1, 2)
@@ -341,9 +345,6 @@ def test_one_bound_judges_a_run_everywhere(tmp_path: Path, clock: Clock) -> None
     shown = io.StringIO()
     RunDisplay(config, out=shown).step(3, run.metrics(3) | {"staleness_mean": 1.5})
     assert "staleness at most 4" in shown.getvalue() and "1.5/4" in shown.getvalue()
-    html = (tmp_path / files.REPORT_HTML).read_text()
-    assert ", bound 4</div>" in html
-    assert ">bound</text>" in html, "the line in the plot of staleness"
 
 
 def write_ledger(folder: Path, trained: list[int], expired: list[int]) -> None:
@@ -517,7 +518,7 @@ class _Page(HTMLParser):
 
 
 def test_the_page_is_self_contained_and_shows_figures_and_plots(tmp_path: Path, clock: Clock) -> None:
-    recorder = write_whole_run(tmp_path, clock)
+    recorder = write_whole_run(tmp_path, clock, tasks=[BOUND_4])
     report = recorder.finish("finished", None, run.counts())
     assert report["problems"] == []
     html = (tmp_path / files.REPORT_HTML).read_text()
@@ -530,6 +531,8 @@ def test_the_page_is_self_contained_and_shows_figures_and_plots(tmp_path: Path, 
                      "Held-out score", "Reward", "Loss", "Staleness of trained groups", "Logprob"):  # fmt: skip
         assert expected in page.text, expected
     assert "held out low" not in page.text, "bounds stand beside what they bound"
+    assert ", bound 4</div>" in html
+    assert ">bound</text>" in html, "the line in the plot of staleness"
     for name in (files.TIMELINE_PNG, files.CURVES_PNG):
         assert (tmp_path / name).read_bytes().startswith(b"\x89PNG")
 

@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 from raypost import cli
 from raypost.config import Config
 from raypost.config.trackers import TrackerKind
-from raypost.report import files, trackers
+from raypost.report import files, plots, trackers
 from raypost.report.trackers import Trackers, mlflow_name
 from raypost.report.writer import RunWriter
 from raypost.types import RunStatus
@@ -116,6 +116,7 @@ def test_what_a_tracker_could_not_do_stands_in_the_report(
     (tmp_path / "site" / "wandb.py").write_text(text)
     monkeypatch.syspath_prepend(str(tmp_path / "site"))
     monkeypatch.delitem(sys.modules, "wandb", raising=False)
+    monkeypatch.setattr(plots, "draw", lambda *_: plots.Drawn({}, b"", b""))
     recorder = RunWriter(tmp_path / "run", config_of("tensorboard", "wandb"))
     recorder.write_step(1, run.metrics(1))
     report = recorder.finish("finished", None, run.counts())
