@@ -84,7 +84,7 @@ class Memory:
         """Return such as `about 2.1 GiB of a GPU: weights 1.0, optimizer 1.1`."""
         parts = ", ".join(f"{what} {_gib(size)}" for what, size in self.parts.items() if size >= 0.05 * GIB)
         place = "a GPU" if self.place == "GPU" else "host memory"
-        return f"about {_amount(self.nbytes)} of {place}{': ' * bool(parts)}{parts}"
+        return f"about {amount(self.nbytes)} of {place}{': ' * bool(parts)}{parts}"
 
 
 def estimates(config: Config, sizes: ModelSizes) -> list[Memory]:
@@ -153,7 +153,16 @@ def memory_lines(config: Config, sizes: ModelSizes | None) -> Iterator[tuple[str
         (f"each {one.of}" if one.of != "object store" else one.of, one.text())
         for one in estimates(config, sizes)
     )
-    yield "a weight sync", f"{_amount(sizes.weights * _element(config))} to each engine"
+    carried, engines = sync_bytes(config, sizes), config.rollout.num_engines
+    yield (
+        "a weight sync",
+        f"{amount(carried)} to each of {engines} engine(s), {amount(engines * carried)} in sum",
+    )
+
+
+def sync_bytes(config: Config, sizes: ModelSizes) -> int:
+    """Return what a weight sync carries to one engine where every weight changed."""
+    return sizes.weights * _element(config)
 
 
 def memory_warnings(
@@ -244,7 +253,8 @@ def _element(config: Config) -> int:
     return 2 if config.model.dtype == "bfloat16" else 4
 
 
-def _amount(nbytes: float) -> str:
+def amount(nbytes: float) -> str:
+    """Return such as `2.1 GiB` or `40 MiB`."""
     return f"{_gib(nbytes)} GiB" if nbytes >= 0.1 * GIB else f"{nbytes / MIB:.3g} MiB"
 
 

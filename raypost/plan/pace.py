@@ -15,6 +15,7 @@ from pathlib import Path
 from raypost.config import Config
 from raypost.config.load import load_config
 from raypost.errors import ConfigError
+from raypost.plan.memory import amount, model_sizes, sync_bytes
 from raypost.plan.schedule import shares
 
 
@@ -78,6 +79,15 @@ def pace_lines(config: Config, rates: Rates) -> Iterator[tuple[str, str]]:
             f"the run {step_s * train.num_steps / 3600:.2g} h"
         ),
     )
+    if rates.sync_s and (sizes := model_sizes(config)) is not None:
+        carried = rollout.num_engines * sync_bytes(config, sizes)
+        yield (
+            "bandwidth of a sync",
+            (
+                f"{amount(carried)} from the trainer to {rollout.num_engines} engine(s): "
+                f"{amount(carried / rates.sync_s)}/s if it is to take as long"
+            ),
+        )
     yield "idle", f"engines {1 - rollout_s / step_s:.0%}, ranks {1 - train_s / step_s:.0%}"
     if at_once:
         enough = math.ceil(tokens / (rates.engine_tokens_s * train_s))

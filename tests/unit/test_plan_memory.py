@@ -194,6 +194,11 @@ def test_a_step_takes_as_long_as_its_longer_half_or_both(tmp_path: Path) -> None
     ahead = dict(pace_lines(config, rates))
     assert ahead["a train step"].startswith("8.5 s: 4 s to produce, 8 s to train, at once")
     assert ahead["engines that keep the ranks busy"].startswith("1;")
+    sizes = model_sizes(config)
+    assert sizes is not None and config.model.dtype == "float32"
+    # Four bytes a weight to each of two engines, in the half second of the other run's syncs.
+    mib_s = 4 * sizes.weights * 2 / 0.5 / 2**20
+    assert f"to 2 engine(s): {mib_s:.3g} MiB/s" in ahead["bandwidth of a sync"]
     turns = dict(pace_lines(config.model_copy(update={"placement": "colocate"}), rates))
     assert turns["a train step"].startswith("12.5 s")
     assert turns["idle"] == "engines 68%, ranks 36%"
