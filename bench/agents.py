@@ -6,16 +6,18 @@ The engine is a real one, with random weights of a third of a million parameters
 stands before it. Bare asks the same AsyncLLM for the same tokens: a prompt, then that with what was sampled and what a
 template puts behind it. Three ways of raypost's ask through it: an environment of two turns (the native loop, which
 that of tools shares), an agent with the session's in-process client, and one over HTTP, whose client, like the server,
-lives in this process. There is no Ray between, of which bench.rollout tells. Rounds take turns.
+lives in this process, which has what actors have: uvloop, and few searches for garbage. There is no Ray between, of
+which bench.rollout tells. Rounds take turns.
 
-The last line is one JSON object: tokens a second of each, and its share of bare's, medians of the rounds with their
-range.
+The last line is one JSON object: tokens a second of each, and its share of bare's, and milliseconds of this process's
+CPU time a request, which a busy machine changes less; medians of the rounds with their range.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
+import gc
 import json
 import os
 import tempfile
@@ -27,8 +29,10 @@ from typing import Any
 import aiohttp
 import numpy as np
 import torch
+import uvloop
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from actors.placement import GC_ALLOCATIONS
 from bench.figures import Foreign, spread
 from raypost import Observation
 from raypost.agent_loop.environment import EnvironmentAgentLoop
@@ -223,6 +227,7 @@ def _model(folder: Path) -> LlamaForCausalLM:
 async def measure(at_once: int, waves: int, rounds: int) -> dict[str, Any]:
     """Return what is printed."""
     rates: dict[str, list[float]] = {}
+    spent_ms: dict[str, list[float]] = {}
     with tempfile.TemporaryDirectory() as folder:
         subjects = Subjects(Path(folder), at_once)
         await subjects.load()
@@ -230,19 +235,24 @@ async def measure(at_once: int, waves: int, rounds: int) -> dict[str, Any]:
         ways |= {name: lambda name=name: subjects.through(name) for name in subjects.loops}  # type: ignore[misc]
         for way in ways.values():
             await way()
+        gc.set_threshold(GC_ALLOCATIONS)
+        gc.freeze()
         others = Foreign()
         for turn in range(rounds):
             for name in list(ways)[turn % len(ways) :] + list(ways)[: turn % len(ways)]:
-                begin, tokens = time.perf_counter(), 0
+                begin, begin_cpu, tokens = time.perf_counter(), time.process_time(), 0
                 for _ in range(waves):
                     async with asyncio.timeout(DEADLINE_S):
                         tokens += await ways[name]()
                 assert tokens == waves * at_once * 2 * TURN_TOKENS, f"{name}: {tokens} tokens"
                 rates.setdefault(name, []).append(tokens / (time.perf_counter() - begin))
+                cpu_ms = 1000 * (time.process_time() - begin_cpu) / (waves * at_once * 2)
+                spent_ms.setdefault(name, []).append(cpu_ms)
         report: dict[str, Any] = {"others_cores": round(others.cores(), 2), "at_once": at_once}
         await subjects.close()
     for name, values in rates.items():
         report[f"{name}_tokens_per_s"] = spread(values)
+        report[f"{name}_cpu_ms_per_request"] = spread(spent_ms[name])
         report[f"{name}_over_bare"] = spread(a / b for a, b in zip(values, rates["bare"], strict=True))
     return report
 
@@ -256,7 +266,7 @@ def main() -> None:
     parser.add_argument("--waves", type=int, default=3)
     parser.add_argument("--rounds", type=int, default=3)
     args = parser.parse_args()
-    print(json.dumps(asyncio.run(measure(args.at_once, args.waves, args.rounds))))
+    print(json.dumps(uvloop.run(measure(args.at_once, args.waves, args.rounds))))
 
 
 if __name__ == "__main__":
