@@ -6,6 +6,7 @@ worker. A worker that dies is restarted by Ray and its groups are dispatched aga
 
 from __future__ import annotations
 
+import asyncio
 import functools
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -62,9 +63,12 @@ class AgentLoopWorker(CallBatches):
             for task in config.tasks
         }
 
-        for loop in self._loops.values():
+        shared: dict[str, asyncio.Semaphore | None] = {}
+        for task in config.tasks:
+            loop, together = self._loops[task.name], task.agent_loop.max_concurrent_of
             if isinstance(loop, GroupLoop):
                 loop.spans = self._spans
+                loop.turns = loop.turns if together is None else shared.setdefault(together, loop.turns)
 
     def __repr__(self) -> str:
         """Return the actor's name."""

@@ -76,7 +76,8 @@ class GroupLoop:
         self._interruptible: set[asyncio.Task[Any]] = set()
         self.spans = SpanLog(type(self).__name__)
         """When the world was at work; a host may give it the log of its own."""
-        self._turns = None if max_concurrent is None else asyncio.Semaphore(max_concurrent)
+        self.turns = None if max_concurrent is None else asyncio.Semaphore(max_concurrent)
+        """One for each trajectory that may be at work; a host may have several loops share theirs."""
         self._queued: set[asyncio.Task[Any]] = set()
 
     async def interrupt(self) -> None:
@@ -128,16 +129,17 @@ class GroupLoop:
 
     async def _in_turn(self, state: RolloutState, run: Callable[[RolloutState], Awaitable[bool]]) -> bool:
         """Run a member when its turn comes; one that a pause finds waiting is ABORTED at once, as it stands."""
-        if self._turns is None:
+        turns = self.turns
+        if turns is None:
             return await run(state)
-        queued = asyncio.create_task(self._turns.acquire(), name="wait for one of max_concurrent")
+        queued = asyncio.create_task(turns.acquire(), name="wait for one of max_concurrent")
         self._queued.add(queued)
         try:
             with waiting("one of agent_loop.max_concurrent", None):
                 await asyncio.wait([queued])
         except asyncio.CancelledError:
             if not queued.cancel():
-                self._turns.release()
+                turns.release()
             raise
         finally:
             self._queued.discard(queued)
@@ -147,7 +149,7 @@ class GroupLoop:
         try:
             return await run(state)
         finally:
-            self._turns.release()
+            turns.release()
 
     async def _generate(self, state: RolloutState, max_tokens: int, group: str | None = None) -> Status:
         """Append at most `max_tokens` sampled tokens; return the status that their finish reason stands for.

@@ -106,6 +106,9 @@ class AgentLoopConfig(ConfigModel):
     max_concurrent: Annotated[int, Field(ge=1)] | None = None
     """Most trajectories of the task that play at once, over all agent-loop actors: for environments, tools or agents of
     which there are few. The others wait, and no deadline of theirs runs. null: all that the strategy starts."""
+    max_concurrent_of: Annotated[str, Field(min_length=1)] | None = None
+    """What there are so few of, such as an environment: tasks that give the same name have `max_concurrent` together.
+    null: the task has them for itself."""
     max_turns: Annotated[int, Field(ge=1)] = 16
     """Most turns of a trajectory."""
     max_turn_tokens: Annotated[int, Field(ge=1)] | None = None
@@ -206,6 +209,10 @@ class AgentLoopConfig(ConfigModel):
         if self.max_concurrent is not None and self.kind in ("single_turn", "custom"):
             raise ValueError(
                 f"max_concurrent {self.max_concurrent} is not used by kind {self.kind!r}: leave it out"
+            )
+        if self.max_concurrent_of is not None and self.max_concurrent is None:
+            raise ValueError(
+                f"max_concurrent_of {self.max_concurrent_of!r} needs max_concurrent: say how many play at once"
             )
         if self.reward_model is not None and (self.kind != "environment" or self.isolation == "process"):
             raise ValueError(

@@ -45,6 +45,7 @@ MAY_CHANGE = (
     "train.learning_rate", "train.critic.learning_rate", "train.lr_schedule", "train.warmup_steps",
     "train.max_grad_norm", "tasks.*.weight", "tasks.*.weight_schedule*",
     "tasks.*.strategy.max_pending", "tasks.*.strategy.over_sample_threshold",
+    "tasks.*.agent_loop.max_concurrent*",
 )  # fmt: skip
 """Settings with which a run may be continued although it began with others; `*` stands for anything."""
 

@@ -185,6 +185,11 @@ class Config(ConfigModel):
         """Agent-loop actors: evaluation on engines of its own has one of its own too."""
         return self.rollout.agent_workers + (self.eval.pool is not None)
 
+    def sharing(self, task: TaskConfig) -> list[TaskConfig]:
+        """Return the tasks that have `max_concurrent` together with this one, which is among them; else none."""
+        name = task.agent_loop.max_concurrent_of
+        return [one for one in self.tasks if name is not None and one.agent_loop.max_concurrent_of == name]
+
     def evaluated_at_once(self, task: TaskConfig) -> int:
         """Return how many groups of a task an evaluation starts at once: no more than can play."""
         most = task.agent_loop.max_concurrent
@@ -254,7 +259,18 @@ class Config(ConfigModel):
             problems.append(f"tasks need different names, got {names}: rename one")
         if sum(task.weight for task in self.tasks) <= 0:
             problems.append("the tasks' weights sum to 0: give at least one task a positive weight")
-        return problems + self._reward_model_problems()
+        return problems + self._turn_problems() + self._reward_model_problems()
+
+    def _turn_problems(self) -> list[str]:
+        problems = []
+        for task in self.tasks:
+            most = [one.agent_loop.max_concurrent for one in self.sharing(task)]
+            if most and len({*most, task.agent_loop.max_concurrent}) > 1:
+                problems.append(
+                    f"task {task.name!r}: agent_loop.max_concurrent is {task.agent_loop.max_concurrent}, but the tasks "
+                    f"with max_concurrent_of {task.agent_loop.max_concurrent_of!r} have {most}: give all the same"
+                )
+        return problems[:1]
 
     def _eval_problems(self) -> list[str]:
         options, names, problems = self.eval, [task.name for task in self.tasks], []

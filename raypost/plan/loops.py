@@ -111,7 +111,8 @@ def _turns(task: TaskConfig, config: Config, inner: str, bound: float) -> Iterat
         )
     evaluated = config.eval.samples if config.eval.num_prompts else 0
     size, group_s = max(task.group_size, evaluated), 2 * config.rollout.request_timeout_s
-    rounds = -(-size // max(1, most // workers))
+    # Those of other tasks may stand before it.
+    rounds = -(-size // max(1, most // workers)) * max(1, len(config.sharing(task)))
     if rounds * bound >= group_s > bound:
         yield (
             f"task {task.name!r}: with agent_loop.max_concurrent {most} a group of {size} plays in {rounds} "

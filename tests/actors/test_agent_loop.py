@@ -14,7 +14,7 @@ from raypost.agent_loop.parking import PARKED
 from raypost.config import load_config
 from raypost.data.prompt import Prompt, render
 from raypost.data.tokenizer import Tokenizer
-from raypost.types import Group, RolloutState, SampleParams, Status
+from raypost.types import GenerateRequest, GenerateResult, Group, RolloutState, SampleParams, Status
 from raypost.types.packed import pack_groups, unpack_groups
 from tests.unit.chat_templates import TEMPLATES
 from tests.unit.scripted_environments import AnswersInTurn
@@ -98,6 +98,71 @@ def test_a_task_of_several_turns_is_played_as_its_configuration_says(agent_loop:
     sent = engine.requests[-1].token_ids.tolist()
     assert sent == [*one.prompt_ids, *one.response_ids][: len(sent)]
     assert int(one.response_mask.sum()) == len(first) + len(last)
+
+
+ONCE = """
+async def agent(session):
+    await session.complete()
+    return 1.0
+"""
+
+
+class Crowded:
+    """Answers when nobody else asks any more, and knows how many asked at once."""
+
+    def __init__(self, ids: list[int]) -> None:
+        """`ids`: what it answers."""
+        self._ids, self._now, self.most = ids, 0, 0
+
+    async def generate(self, request: GenerateRequest) -> GenerateResult:
+        """Answer after all that is ready to ask has asked."""
+        self._now += 1
+        self.most = max(self.most, self._now)
+        for _ in range(50):
+            await asyncio.sleep(0)
+        self._now -= 1
+        return result(self._ids)
+
+
+@pytest.mark.parametrize(("shares", "most"), [(True, 2), (False, 4)])
+def test_tasks_of_one_environment_have_its_turns_together(shares: bool, most: int, tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text(ONCE)
+    (tmp_path / "template.jinja").write_text(TEMPLATES["chatml with tools"])
+    of = ", max_concurrent_of: shop" if shares else ""
+    task = YAML.format(agent_loop=f"{{kind: session, agent: 'mine.py:agent', max_concurrent: 2{of}}}")
+    head, train = task.split("  - ")[0], "train:" + task.split("train:")[1]
+    one = task.removeprefix(head).removesuffix(train)
+    (tmp_path / "config.yaml").write_text(head + one + one.replace("name: t", "name: u") + train)
+    config = load_config(tmp_path / "config.yaml")
+    folder = write_tokenizer(tmp_path / "model")
+    tokenizer = Tokenizer.load(folder)
+    engine = Crowded([*tokenizer.encode("Seven.", add_special_tokens=False).tolist(), tokenizer.eos_ids[0]])
+    prompt = Prompt("3 + 4 =", {"question": "3 + 4 =", "answer": "7"})
+
+    def group(task: int, number: int) -> Group:
+        name = config.tasks[task].name
+        states = [
+            RolloutState(
+                task=name,
+                group_id=number,
+                sample_index=place,
+                prompt_ids=render(prompt, tokenizer, config.tasks[task]),
+                sample_params=SampleParams(max_tokens=300, stop_token_ids=tokenizer.eos_ids),
+                metadata=prompt.metadata,
+            )
+            for place in range(4)
+        ]
+        return Group(task=name, group_id=number, states=states)
+
+    async def main() -> None:
+        worker = AgentLoopWorker("loop-0", config, str(folder), engine, Scorer())
+        groups = [group(task, number) for task in (0, 1) for number in (0, 1)]
+        for packed in await asyncio.gather(*(worker.run(pack_groups([one])) for one in groups)):
+            (done,) = unpack_groups(packed)
+            assert [state.status for state in done.states] == [Status.COMPLETED] * 4, done.states[0].error
+
+    asyncio.run(main())
+    assert engine.most == most
 
 
 def test_a_group_goes_to_the_worker_that_parked_it_and_all_are_told_of_its_end() -> None:

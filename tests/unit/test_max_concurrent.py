@@ -7,12 +7,12 @@ from typing import Any
 
 import pytest
 
-from raypost.config import AgentLoopConfig
+from raypost.config import AgentLoopConfig, parse_config
 from raypost.errors import ConfigError
 from raypost.plan.loops import loop_problems
 from raypost.production.build import strategy_of
 from raypost.types import Status
-from tests.factories import make_config
+from tests.factories import make_config, plain_config, refusal_of
 from tests.unit.production import virtual
 from tests.unit.prompts import STOP
 from tests.unit.scripted_environments import AnswersInTurn, environment, init, loop_of
@@ -113,6 +113,27 @@ def test_turns_that_do_not_fit_are_refused_by_the_plan(
     config = of(most, rollout__request_timeout_s=600, **changes)
     found = list(loop_problems(config.tasks[0], config, None))
     assert (not found) if why is None else any(why in problem for problem in found), found
+
+
+def two(**other: Any) -> Any:
+    """Two tasks of eight; one has four turns together with the `other`."""
+    raw = plain_config(train__batch_size=64, rollout__request_timeout_s=600)
+    loop = {"kind": "environment", "environment": "m:f", "session_timeout_s": 300}
+    shop = {"max_concurrent": 4, "max_concurrent_of": "shop"}
+    (task,) = raw["tasks"]
+    task |= {"group_size": 8, "agent_loop": {**loop, **shop}}
+    raw["tasks"] = [task, {**task, "name": "other", "agent_loop": {**loop, **shop, **other}}]
+    return raw
+
+
+def test_tasks_that_share_turns_say_the_same_and_groups_wait_for_each_other() -> None:
+    for other, problem in (({}, True), ({"max_concurrent_of": "inn"}, False)):
+        config = parse_config(two(**other))
+        found = list(loop_problems(config.tasks[0], config, None))
+        assert any("plays in 4 rounds" in one for one in found) is problem, found
+    said = refusal_of(two(max_concurrent=8))
+    assert "have [4, 8]: give all the same" in said
+    assert "max_concurrent_of 'shop' needs max_concurrent" in refusal_of(two(max_concurrent=None))
 
 
 def test_a_kind_without_turns_has_no_bound() -> None:
