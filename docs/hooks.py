@@ -18,6 +18,7 @@ from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
 from raypost.config import Config
+from raypost.config.sentences import field_sentences
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = {
@@ -82,6 +83,7 @@ def configuration_reference() -> str:
             continue
         seen.add(model)
         rows = ["| field | type | default | meaning |", "|---|---|---|---|"]
+        sentences = field_sentences(model)
         for name, field in model.model_fields.items():
             nested = models_in(field.annotation)
             waiting += [(one, f"{place}{name}.") for one in nested]
@@ -89,7 +91,7 @@ def configuration_reference() -> str:
                 f"`{name}`",
                 type_text(field.annotation, field),
                 default_text(field),
-                meaning(field, nested),
+                meaning(sentences.get(name), nested),
             )
             rows.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
         title = f"`{place.rstrip('.')}`: {model.__name__}" if place else model.__name__
@@ -161,8 +163,8 @@ def default_text(field: FieldInfo) -> str:
     return f"`{value}`" if str(value) else '`""`'
 
 
-def meaning(field: FieldInfo, nested: list[type[BaseModel]]) -> str:
+def meaning(sentence: str | None, nested: list[type[BaseModel]]) -> str:
     """Return a field's sentence; a section without one of its own has that of its model."""
-    if field.description:
-        return " ".join(field.description.split())
+    if sentence:
+        return sentence
     return " ".join((nested[0].__doc__ or "").split()) if nested else ""

@@ -36,7 +36,7 @@ def lint(folder: Path, contract: str | None = None) -> subprocess.CompletedProce
     command = [str(Path(sys.executable).with_name("lint-imports")), "--no-logo", "--no-cache"]
     if contract is not None:
         command += ["--contract", contract]
-    return subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=60)
+    return subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=240)
 
 
 @pytest.fixture

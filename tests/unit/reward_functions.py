@@ -57,7 +57,7 @@ def sample_of(response: str, **metadata: Any) -> Sample:
 def called(source: str, *responses: str, name: str = "score", **spec: Any) -> list[float]:
     """The scores of a function with this text, called in this process."""
     made = FunctionSpec(
-        function=f"reward.py:{name}", source=textwrap.dedent(source), **{"timeout_s": 5.0, **spec}
+        function=f"reward.py:{name}", source=textwrap.dedent(source), **{"timeout_s": 60.0, **spec}
     )
     caller, samples = Caller(made, load(made)), [sample_of(one) for one in responses]
     return list(caller.scores(caller.results(samples), len(samples)))

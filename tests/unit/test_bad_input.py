@@ -170,14 +170,14 @@ def ask():
 def test_a_programs_end_whatever_it_did_is_its_trajectorys_and_nothing_of_it_is_left(
     end: str, why: str | None, tmp_path: Path
 ) -> None:
-    wait = f"import os, time; open({str(tmp_path / 'pid')!r}, 'w').write(str(os.getpid())); time.sleep(20)"
+    wait = f"import os, time; open({str(tmp_path / 'pid')!r}, 'w').write(str(os.getpid())); time.sleep(600)"
     (tmp_path / "agent.py").write_text(f"{PROGRAM}\nWAIT = {wait!r}\n{end}\n")
     (one,) = play(
         AnswersInTurn(*said("7")),
         None,
         command=(sys.executable, str(tmp_path / "agent.py")),
-        session_timeout_s=15,
-        step_timeout_s=5,
+        session_timeout_s=200,
+        step_timeout_s=100,
     )
     if why is None:
         assert one.status is Status.COMPLETED, one.error
@@ -185,7 +185,7 @@ def test_a_programs_end_whatever_it_did_is_its_trajectorys_and_nothing_of_it_is_
         assert one.status is Status.FAILED and why in str(one.error), one.error
         assert str(one.error).startswith("environment: ")
     if (tmp_path / "pid").exists():
-        until = time.monotonic() + 10
+        until = time.monotonic() + 120
         while is_alive(int((tmp_path / "pid").read_text())):
             assert time.monotonic() < until, "it is killed, and goes on"
             time.sleep(0.01)

@@ -208,7 +208,7 @@ def ended(before: int) -> bool:
     """Whether all threads but those of before end at once."""
     for thread in threading.enumerate():
         if thread.name.startswith(("collector", "environment", "sink")):
-            thread.join(timeout=5)
+            thread.join(timeout=120)
     return threading.active_count() <= before
 
 
@@ -251,8 +251,8 @@ def test_start_fills_a_plain_queue_in_the_background() -> None:
     full: queue.Queue[DialogTurn] = queue.Queue(maxsize=2)
     collector = collect(quick(), queue=full, total_dialog_turns=6)
     done = collector.start()
-    assert all(isinstance(full.get(timeout=10), DialogTurn) for _ in range(6))
-    assert done.result(timeout=10) == 6
+    assert all(isinstance(full.get(timeout=120), DialogTurn) for _ in range(6))
+    assert done.result(timeout=120) == 6
     collector.close()
     assert ended(before)
 
@@ -261,7 +261,7 @@ def test_closing_ends_a_background_that_waits_for_a_full_queue(caplog: pytest.Lo
     full: queue.Queue[DialogTurn] = queue.Queue(maxsize=2)
     collector = collect(quick(), queue=full)
     done = collector.start()
-    full.get(timeout=10)
+    full.get(timeout=120)
     collector.close()
     assert done.done() and not caplog.records
 
@@ -269,7 +269,7 @@ def test_closing_ends_a_background_that_waits_for_a_full_queue(caplog: pytest.Lo
 def test_start_reports_what_ended_production() -> None:
     collector = collect(Engine(0.0), environment("always"), replay_buffer=[])
     with pytest.raises(ProductionError, match="no world"):
-        collector.start().result(timeout=20)
+        collector.start().result(timeout=120)
     collector.close()
 
 

@@ -173,7 +173,7 @@ def test_dockerfile_is_what_hadolint_takes_and_copies_what_is_there() -> None:
     file = DEPLOY / "Dockerfile"
     linter = Path(sys.executable).with_name("hadolint")
     found = subprocess.run(
-        [linter, "--no-color", file], capture_output=True, text=True, check=False, timeout=30
+        [linter, "--no-color", file], capture_output=True, text=True, check=False, timeout=240
     )
     assert (found.returncode, found.stdout) == (0, "")
     copied = [

@@ -216,7 +216,7 @@ def test_a_put_waits_for_the_disk_of_its_journal(tmp_path: Path, monkeypatch: py
     try:
         put(buffer, group(1, [0] * 200))
     finally:
-        timer.join(10)
+        timer.join(120)
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
     assert lifted.is_set() and counts(buffer) == {Status.COMPLETED: 2}
     journal.close()

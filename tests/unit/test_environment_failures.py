@@ -125,8 +125,8 @@ def test_plain_environments_block_neither_the_loop_nor_each_other() -> None:
     together, released = threading.Barrier(8), threading.Event()
 
     def answer(self: Any, turn: int) -> Observation:
-        together.wait(timeout=10)
-        assert released.wait(timeout=10)
+        together.wait(timeout=120)
+        assert released.wait(timeout=120)
         return Observation(done=turn >= 2)
 
     kind = environment(Echo, answer=answer)
@@ -138,7 +138,7 @@ def test_plain_environments_block_neither_the_loop_nor_each_other() -> None:
         released.set()
         return await running
 
-    done = asyncio.run(asyncio.wait_for(main(), 20))
+    done = asyncio.run(asyncio.wait_for(main(), 120))
     assert {one.error for one in done.states} == {None}
     assert all(len(one.threads) == 1 for one in kind.made)
     assert len({thread for one in kind.made for thread in one.threads}) == 8
@@ -183,7 +183,7 @@ def test_a_plain_environment_is_closed_in_its_own_thread_after_what_it_was_doing
     events, closed, released = [], threading.Event(), threading.Event()
 
     def answer(self: Any, turn: int) -> Observation:
-        released.wait(timeout=10)
+        released.wait(timeout=120)
         events.append(("step", threading.get_ident()))
         return Observation(done=True)
 
@@ -203,7 +203,7 @@ def test_a_plain_environment_is_closed_in_its_own_thread_after_what_it_was_doing
 
     asyncio.run(main())
     released.set()
-    assert closed.wait(timeout=10)
+    assert closed.wait(timeout=120)
     assert [name for name, _ in events] == ["step", "close"] and events[0][1] == events[1][1]
 
 

@@ -150,7 +150,7 @@ async def test_tokens_that_no_policy_made_are_no_other_version(tmp_path: Path) -
 async def test_a_late_evaluation_names_the_groups_it_waits_for_and_closes_the_pool(tmp_path: Path) -> None:
     pool = Pool()
     pool.wait.clear()
-    own = evaluator(tmp_path, pool, timeout_s=0.05)
+    own = evaluator(tmp_path, pool, timeout_s=1.0)
     with pytest.raises(
         WaitTimeoutError, match=r"eval\.timeout_s\) for 2 of 12 groups: products/-6, sums/-6; raise it"
     ):

@@ -37,7 +37,7 @@ def test_a_batch_is_there_as_soon_as_it_is_asked_for(tmp_path: Path, monkeypatch
     replace = Path.replace
 
     def slowly(self: Path, target: Path) -> Path:
-        go.wait(10)
+        go.wait(120)
         return replace(self, target)
 
     monkeypatch.setattr(Path, "replace", slowly)

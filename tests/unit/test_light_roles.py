@@ -47,5 +47,5 @@ def test_a_lost_call_is_no_death_and_each_death_is_recorded_once(monkeypatch: py
             await asyncio.sleep(0.01)
         watching.cancel()
 
-    asyncio.run(asyncio.wait_for(main(), 20))
+    asyncio.run(asyncio.wait_for(main(), 120))
     assert record.counts() == {Incident.ROLE_DIED: 3, Incident.ROLE_RESTARTED: 3}

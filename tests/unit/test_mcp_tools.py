@@ -175,7 +175,7 @@ def test_a_server_over_http(tmp_path: Path) -> None:
         stderr=subprocess.DEVNULL,
     )
     try:
-        for _ in range(300):
+        for _ in range(3000):
             with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", port), 1):
                 break
             time.sleep(0.05)

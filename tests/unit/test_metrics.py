@@ -115,7 +115,7 @@ def test_threads_lose_no_span() -> None:
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(5)
+        thread.join(120)
     drained = {span.start_s for span in log.drain()}
     assert len(drained) == 2000
 
@@ -213,5 +213,5 @@ def test_metrics_and_display_import_no_heavy_library() -> None:
     heavy = ["torch", "transformers", "ray", "vllm", "matplotlib", "tensorboard"]
     modules = "raypost.observe.spans, raypost.types, raypost.report.terminal"
     code = f"import sys, {modules}; print([m for m in {heavy} if m in sys.modules])"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=30)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=240)
     assert (done.stdout.strip(), done.stderr) == ("[]", "")

@@ -87,12 +87,12 @@ def test_command_of_the_venv_runs_the_checkout_that_it_is_reached_through(tmp_pa
     (venv / "bin" / "python").write_text(f'#!/bin/sh\nexec {sys.executable} "$@"\n')
     (venv / "bin" / "python").chmod(0o755)
     make = ["make", "-s", "-o", ".venv/installed.lock", ".venv/bin/raypost"]
-    subprocess.run(make, cwd=tmp_path / "one", check=True, timeout=30)
+    subprocess.run(make, cwd=tmp_path / "one", check=True, timeout=240)
     (tmp_path / "two" / ".venv").symlink_to(venv)
 
     def shown(command: str, folder: str) -> str:
         call = [str(tmp_path / command / ".venv/bin/raypost"), "plan", "a b"]
-        done = subprocess.run(call, cwd=tmp_path / folder, capture_output=True, text=True, timeout=30)
+        done = subprocess.run(call, cwd=tmp_path / folder, capture_output=True, text=True, timeout=240)
         return done.stdout.strip() + done.stderr
 
     # From elsewhere the command's own checkout, from a checkout's root that one.
@@ -178,12 +178,12 @@ def test_runs_folder_is_the_one_that_is_said_last_and_overrides_stand_anywhere(p
 def test_command_of_a_checkout_works_in_any_folder_that_hides_none_of_its_packages(project: Path) -> None:
     command = [sys.executable, "-m", "raypost", "run", "no_such_key=1"]
     environment = os.environ | {"PYTHONPATH": str(ROOT)}
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60, env=environment)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=240, env=environment)
     assert (done.returncode, done.stdout) == (2, "")
     assert "no_such_key: unknown key" in done.stderr and "Traceback" not in done.stderr
     (project / "jobs").mkdir()
     (project / "jobs" / "__init__.py").write_text("")
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60, env=environment)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=240, env=environment)
     assert done.returncode == 2 and "has a package 'jobs', which hides" in done.stderr
 
 

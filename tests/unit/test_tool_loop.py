@@ -152,7 +152,7 @@ def test_calls_of_a_turn_are_made_at_once_and_answered_in_their_order() -> None:
 
     def meet(who: str) -> str:
         """Meets."""
-        together.wait(timeout=10)
+        together.wait(timeout=120)
         return who
 
     one = play(call("meet", who="x") + call("meet", who="y"), "done", functions=(meet,))
@@ -224,7 +224,8 @@ def test_what_is_no_text_becomes_json() -> None:
     ],
 )
 def test_a_tools_failure_is_failed_by_name_and_no_observation(value: Any, why: str) -> None:
-    one = play(call("f"), "x", functions=(gives(value),), step_timeout_s=0.2)
+    limits: dict[str, Any] = {"step_timeout_s": 0.2} if "step_timeout_s" in why else {}
+    one = play(call("f"), "x", functions=(gives(value),), **limits)
     assert one.status is Status.FAILED and why in str(one.error), one.error
 
 
