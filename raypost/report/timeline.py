@@ -134,9 +134,11 @@ def draw_timeline(
     notes = [f"{hidden} more actors not shown"] * (hidden > 0)
     notes += ["a dashed line: the run was started again; the time until then is left out"] * bool(restarts)
     notes += ["> a worker joined the pool, < it had left it"] * bool(moves)
-    notes += ["dotted, with numbers: the workers that the pool is to have"] * bool(targets)
+    notes += ["dotted: how many it is to have"] * bool(targets)
     notes += ["height: share of the time an actor was busy"] * dense
-    note(ax, "; ".join(notes), (1, 0), (0, -24), "axes fraction", ha="right", va="top")
+    # Beside the axis' name, or below it.
+    below = -24 if len(notes) < 2 else -38
+    note(ax, "; ".join(notes), (1, 0), (0, below), "axes fraction", ha="right", va="top")
     return figure
 
 

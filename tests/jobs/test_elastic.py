@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
 import time
+import urllib.request
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
@@ -62,6 +64,7 @@ def test_the_quickstart_grows_by_raypost_scale_and_shrinks_again_with_nothing_lo
             capture_output=True, text=True, check=True, timeout=240,
         ).stdout  # fmt: skip
         assert "2 wanted (raypost scale)" in status and "rollout-1" in status
+        until_shown(job, r'raypost_pool_target{[^}]*pool="rollout"[^}]*} 2\.0')
         assert scale(job, "1").returncode == 0
         until_workers(job, {"rollout-0": "up"})
         job.until_step(max(record["step"] for record in job.steps()) + 3)
@@ -81,6 +84,18 @@ def test_the_quickstart_grows_by_raypost_scale_and_shrinks_again_with_nothing_lo
     assert_never_older(job, 1)
     refused = scale(job, "2")
     assert refused.returncode == 2 and "no run goes on" in refused.stderr
+
+
+def until_shown(job: Job, pattern: str) -> None:
+    """Wait until Prometheus would read it where the job says that it may."""
+    served = re.search(r"metrics for Prometheus at (\S+)", job.output())
+    assert served is not None
+    end, text = time.monotonic() + DEADLINE_S, ""
+    while not re.search(pattern, text):
+        assert time.monotonic() < end and job.process.poll() is None, f"no {pattern} in\n{text[-3000:]}"
+        time.sleep(0.5)
+        with urllib.request.urlopen(served[1], timeout=60) as answer:
+            text = answer.read().decode()
 
 
 @pytest.mark.slow
@@ -113,6 +128,8 @@ def test_a_run_that_starves_gets_nodes_from_the_autoscaler_and_gives_them_back(t
             run.end()
     kinds = Counter(event["event"] for event in events(run))
     assert kinds["worker_joined"] >= 2 and kinds["worker_left"] >= 2 and not kinds["pool_short"], kinds
+    sizes = [(one["before"], one["target"]) for one in events(run) if one["event"] == "pool_resized"]
+    assert sizes[0][0] == sizes[-1][1] == 1 and max(size for _, size in sizes) == 3, sizes
     report = json.loads((run.run_dir / "report.json").read_text())
     assert_adds_up(report)
     assert audit(run.run_dir).num_contradictions == 0
