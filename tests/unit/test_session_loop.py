@@ -254,14 +254,24 @@ def test_without_its_agent_a_trajectory_starts_again() -> None:
 # ---------------------------------------------------------------- requests that repeat, or are given up
 
 
-def test_a_repeated_request_gets_the_first_answer() -> None:
+@pytest.mark.parametrize(
+    ("first", "again", "words"),
+    [
+        ({}, {"x-stainless-retry-count": "1"}, "3 plus 4?"),
+        ({"Idempotency-Key": "a"}, {"Idempotency-Key": "a"}, "something else"),
+    ],
+)
+def test_a_repeated_request_gets_the_first_answer(
+    first: dict[str, str], again: dict[str, str], words: str
+) -> None:
     async def agent(session: Session) -> float:
         headers = {"Authorization": f"Bearer {session.api_key}"}
-        body = {"messages": session.messages, "temperature": 0.1}
+        body: dict[str, Any] = {"temperature": 0.1}
         async with aiohttp.ClientSession(headers=headers) as http:
             url = f"{session.base_url}/chat/completions"
             replies = []
-            for more in ({}, {"x-stainless-retry-count": "1"}):
+            for more, asked in ((first, "3 plus 4?"), (again, words)):
+                body["messages"] = [{"role": "user", "content": asked}]
                 async with http.post(url, json=body, headers=more) as response:
                     assert response.headers[IGNORED_HEADER] == "temperature"
                     replies.append(await response.json())
@@ -416,6 +426,48 @@ def test_bad_requests_are_refused_in_openais_shape(body: Any, status: int, why: 
         async with aiohttp.ClientSession(headers=headers) as http, http.post(url, data=data) as response:
             found = await response.json()
         assert response.status == status and why in found["error"]["message"], found
+        await session.complete()
+        return 1.0
+
+    (one,) = play(AnswersInTurn(*said("7")), agent)
+    assert one.status is Status.COMPLETED, one.error
+
+
+def test_sampling_belongs_to_the_run() -> None:
+    theirs = {
+        "temperature": 0.1, "top_p": 0.2, "top_k": 3, "min_p": 0.3, "seed": 4, "presence_penalty": 1.0,
+        "frequency_penalty": 1.0, "repetition_penalty": 2.0, "logit_bias": {"5": 1},
+    }  # fmt: skip
+
+    async def agent(session: Session) -> float:
+        headers = {"Authorization": f"Bearer {session.api_key}"}
+        body = {"messages": session.messages, "tools": [TOOL], "tool_choice": "required", "max_tokens": 9999}
+        async with aiohttp.ClientSession(headers=headers) as http:
+            url = f"{session.base_url}/chat/completions"
+            async with http.post(url, json={**body, **theirs}) as response:
+                assert response.status == 200 and response.headers[IGNORED_HEADER].split(",") == list(theirs)
+                reply = await response.json()
+        assert reply["choices"][0]["message"]["content"] == "7", "no call is forced"
+        return 1.0
+
+    engine = AnswersInTurn(*said("7"))
+    (one,) = play(engine, agent, max_tokens=50)
+    (request,) = engine.requests
+    assert one.status is Status.COMPLETED, one.error
+    assert request.sample_params == init(max_tokens=50).states[0].sample_params
+
+
+def test_other_apis_are_refused_in_their_own_shapes() -> None:
+    async def agent(session: Session) -> float:
+        base, headers = session.base_url, {"Authorization": f"Bearer {session.api_key}"}
+        async with aiohttp.ClientSession(headers=headers) as http:
+            async with http.post(f"{base}/responses", json={"input": "3 + 4?"}) as response:
+                found = await response.json()
+                assert response.status == 501 and "chat completions" in found["error"]["message"]
+            async with http.post(f"{base}/messages", json={"messages": []}) as response:
+                found = await response.json()
+                assert response.status == 501 and found["type"] == "error"
+                assert set(found["error"]) == {"type", "message"}
         await session.complete()
         return 1.0
 
