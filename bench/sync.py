@@ -36,7 +36,7 @@ os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
 
 import numpy as np
 
-from actors.rollout.routing import router_to
+from actors.rollout.routing import Router, router_to
 from bench.figures import Foreign, spread
 from jobs.arguments import config_of, parser
 from jobs.driver import connect, run
@@ -84,6 +84,7 @@ class Step:
 async def loop(cfg: Config, stop: asyncio.Event, modes: Sequence[SyncMode], steps: list[Step]) -> None:
     """Do what jobs/train.py does, and time it."""
     async with spawn(cfg, stop) as roles:
+        router = router_to(PRODUCTION, PROBE_TIMEOUT_S)
         await roles.broadcast(version=0)
         await roles.resume(version=0)
         roles.produce()
@@ -107,26 +108,26 @@ async def loop(cfg: Config, stop: asyncio.Event, modes: Sequence[SyncMode], step
                     "expired": status.metrics.expired_groups,
                 }
             if batch_ref is None or cfg.sync_due(step):
-                await sync(roles, step, now)
+                await sync(roles, router, step, now)
             now.end_s = time.time()
             steps.append(now)
 
 
-async def sync(roles: Roles, version: int, step: Step) -> None:
-    """One sync, and the first token after it."""
+async def sync(roles: Roles, router: Router, version: int, step: Step) -> None:
+    """One sync, and the first token after it, by a router that knows the pool as those of agent loops do."""
     with step.part("prepare"):
         await roles.prepare(version)
     begin = time.perf_counter()
     if step.mode == "swap":
         with step.part("swap"):
             await roles.producer.swap(version)
-        probe = asyncio.create_task(first_token(roles, version))
+        probe = asyncio.create_task(first_token(router, version))
     else:
         with step.part("pause"):
             await roles.producer.pause(step.mode)
         with step.part("broadcast"):
             await roles.broadcast(version)
-        probe = asyncio.create_task(first_token(roles, version))
+        probe = asyncio.create_task(first_token(router, version))
         with step.part("resume"):
             await roles.resume(version)
     resumed = time.perf_counter()
@@ -143,7 +144,7 @@ async def sync(roles: Roles, version: int, step: Step) -> None:
     step.parts |= {"first token": 1e3 * (token - resumed), "stall": 1e3 * (token - begin)}
 
 
-async def first_token(roles: Roles, version: int) -> float:
+async def first_token(router: Router, version: int) -> float:
     """Return when the pool gave a token again."""
     request = GenerateRequest(
         request_id=f"first-token-{version}",
@@ -151,7 +152,6 @@ async def first_token(roles: Roles, version: int) -> float:
         sample_params=SampleParams(max_tokens=1),
         priority=EVALUATION_PRIORITY - 1,
     )
-    router = router_to(PRODUCTION, PROBE_TIMEOUT_S)
     while not len((await router.generate(request)).response_ids):
         await asyncio.sleep(PROBE_EVERY_S)
     return time.perf_counter()

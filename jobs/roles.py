@@ -135,9 +135,9 @@ class Roles:
     async def acknowledge(self, step: int) -> None:
         """Record that the batch of `step` is trained, but for what the trainer left out.
 
-        Where a sync follows, its version is prepared meanwhile; `prepare` waits for that.
+        Where a sync follows, its version is prepared meanwhile; what needs it, or the ranks, waits for that.
         """
-        if self.cfg.placement == "separate" and self.cfg.sync_due(step):
+        if self.cfg.sync_due(step):
             begun = self.broadcaster.prepare(step)
             self._preparing = asyncio.create_task(begun, name=f"preparation of version {step}")
         await self.producer.acknowledge(step, await self.trainer.left_out())
@@ -190,11 +190,18 @@ class Roles:
 
     async def prepare(self, version: int) -> None:
         """Bring `version` close to the engines that will hold it. Production goes on, also if this fails."""
-        begun, self._preparing = self._preparing, None
-        await (begun or self.broadcaster.prepare(version))
+        if not await self._prepared():
+            await self.broadcaster.prepare(version)
         # Not at the same time: publishing is a collective of the ranks.
         if self.evaluation_broadcaster is not None and self.cfg.eval_due(version):
             await self.evaluation_broadcaster.prepare(version)
+
+    async def _prepared(self) -> bool:
+        """Wait for the preparation under way; return whether there was one. Raises what it raised."""
+        begun, self._preparing = self._preparing, None
+        if begun is not None:
+            await begun
+        return begun is not None
 
     def save_due(self, step: int) -> bool:
         """Whether a checkpoint is written after `step`: as configured, for the time that has passed, or on a stop.
@@ -235,6 +242,7 @@ class Roles:
         Where it resumes at once, the workers answer the canary prompt while they serve, and no batch is handed out
         before their answers are compared.
         """
+        await self._prepared()
         at_once = not (self.cfg.eval_due(version) or self.finished(version))
         self._sync = await self.broadcaster.broadcast(version, check=not at_once)
         self._last[metrics.SYNC_S] = self._sync.seconds
@@ -278,6 +286,7 @@ class Roles:
 
     async def save(self, step: int) -> None:
         """Take one checkpoint of the whole run, which is written meanwhile. Production must be paused."""
+        await self._prepared()  # not at the same time: both are collectives of the ranks
         await self.gang.guard(lambda: self.saver.save(step))
 
     async def saved(self) -> None:

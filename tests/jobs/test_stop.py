@@ -50,6 +50,7 @@ class Scene:
         self.colocated = cfg.placement == "colocate"
         self.calls: list[str] = []
         self.trained, self.engines_awake, self.ranks_awake = 0, True, True
+        self.publishing = False
         self.critic = None
         self.checkpoints = CheckpointDir(folder, 2, {})
         shown = ("phase", "workers", "evaluated", "step", "finish")
@@ -107,8 +108,15 @@ class Scene:
     async def produce_batch(self, step: int) -> tuple[TakeStatus, str]:
         return await self.take_batch(step)
 
+    async def prepare(self, version: int) -> None:
+        self.publishing = True
+        await self._turn("prepare")
+        for _ in range(9):
+            await self._turn("publish")
+        self.publishing = False
+
     async def fit(self, _: object, step: int) -> dict[str, float]:
-        assert self.ranks_awake and step == self.trained + 1
+        assert self.ranks_awake and not self.publishing and step == self.trained + 1
         self.trained = step
         await self._turn("fit")
         return {}
@@ -131,6 +139,7 @@ class Scene:
         await self._turn("reload")
 
     async def offload(self) -> None:
+        assert not self.publishing, "the ranks publish"
         self.ranks_awake = False
         await self._turn("offload")
 
@@ -145,7 +154,7 @@ class Scene:
         return synced(version)
 
     async def snapshot(self, *_: object) -> None:
-        assert self.ranks_awake
+        assert self.ranks_awake and not self.publishing
         await self._turn("snapshot")
 
     async def write_snapshot(self, *_: object) -> bool:
@@ -299,15 +308,20 @@ class SlowScene(Scene):
         await self._turn("log")
 
 
+@pytest.mark.parametrize("job", [train.train, colocate.colocate])
 def test_a_version_is_prepared_while_its_step_is_accounted_for_and_recorded(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    job: Job, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     cfg = make_config(
-        runs_dir=str(tmp_path), train={"num_steps": STEPS, "batch_size": 1}, eval={"num_prompts": 0}
+        runs_dir=str(tmp_path),
+        placement="separate" if job is train.train else "colocate",
+        train={"num_steps": STEPS, "batch_size": 1},
+        eval={"num_prompts": 0},
     )
     scene = SlowScene(cfg, tmp_path / "checkpoints")
     monkeypatch.setattr(train, "spawn", scene.spawn)
-    asyncio.run(asyncio.wait_for(train.train(cfg, scene.stop), 60))
+    monkeypatch.setattr(colocate, "spawn", scene.spawn)
+    asyncio.run(asyncio.wait_for(job(cfg, scene.stop), 60))
     assert (
         scene.calls.count("prepare") == scene.calls.count("log") == scene.calls.count("log_sync") - 1 == STEPS
     )
