@@ -59,11 +59,8 @@ def test_the_quickstart_grows_by_raypost_scale_and_shrinks_again_with_nothing_lo
         until_workers(job, {"rollout-0": "up", "rollout-1": "up"})
         grown = max(record["step"] for record in job.steps())
         job.until_step(grown + 6)
-        status = subprocess.run(
-            [sys.executable, "-m", "raypost", "status", str(job.run_dir)],
-            capture_output=True, text=True, check=True, timeout=240,
-        ).stdout  # fmt: skip
-        assert "2 wanted (raypost scale)" in status and "rollout-1" in status
+        shown = status(job)
+        assert "2 wanted (raypost scale)" in shown and "rollout-1" in shown
         until_shown(job, r'raypost_pool_target{[^}]*pool="rollout"[^}]*} 2\.0')
         assert scale(job, "1").returncode == 0
         until_workers(job, {"rollout-0": "up"})
@@ -231,6 +228,9 @@ def test_each_pool_grows_on_nodes_of_its_own_and_gives_them_back_beside_another_
             until(run, "4 workers", lambda: up(run) == 4 and rollout_nodes() == 3)
             record = pool_record(run.run_dir)
             assert record is not None and record.pools == {"far": "3 wanted (raypost scale)"}
+            ask_for_size(run.run_dir, "4", "far")
+            until(run, "what lacks", lambda: "at their maximum (rollout 3 of 3)" in status(run))
+            assert "rollout: 1 asked, 0 free of 3" in status(run)
             ask_for_size(run.run_dir, "1", "far")
             until(run, "1 node", lambda: rollout_nodes() == 1)
             assert states(run) == {"rollout-0": "up", "rollout-far-0": "up"}
@@ -275,6 +275,13 @@ def test_one_that_stands_by_takes_the_place_of_a_worker_that_is_killed(
     assert [one["actor"] for one in job.events("worker_left")] == ["rollout-0"] * standby
     assert_adds_up(job.report())
     assert_audited(job)
+
+
+def status(run: ChaosRun | Job) -> str:
+    """What the user is shown, in one line."""
+    command = [sys.executable, "-m", "raypost", "status", str(run.run_dir)]
+    shown = subprocess.run(command, capture_output=True, text=True, check=True, timeout=240).stdout
+    return " ".join(re.sub("[│|]", " ", shown).split())
 
 
 def up(run: ChaosRun) -> int:
