@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,8 @@ from raypost.plan.surprises import surprises
 from tests.factories import make_config
 
 HERE = "tests.unit.user_functions:"
+SUM = "State the final answer to the following arithmetic problem: 1 + 1 ="
+"""What the tiny model can read."""
 
 
 def configured(tmp_path: Path, **places: Any) -> Config:
@@ -28,6 +31,13 @@ def configured(tmp_path: Path, **places: Any) -> Config:
         loop = {"kind": "environment", "environment": environment, "params": params}
         places["tasks__0__agent_loop"] = loop
     return make_config(**{"runs_dir": str(tmp_path / "runs"), **places})
+
+
+def from_file(tmp_path: Path) -> dict[str, Any]:
+    """Prompts of a file, which a process of its own reads sooner than it imports reasoning-gym."""
+    (tmp_path / "data.jsonl").write_text((json.dumps({"prompt": SUM, "answer": "2"}) + "\n") * 9)
+    source = {"kind": "jsonl", "dataset": str(tmp_path / "data.jsonl"), "hold_out": False}
+    return {"tasks__0__source": source, "eval__num_prompts": 0}
 
 
 def refusal(config: Config) -> str:
@@ -77,9 +87,11 @@ def test_what_cannot_work_is_refused_by_its_place_in_the_configuration(
 
 def test_what_works_is_accepted_and_every_problem_is_told_at_once(tmp_path: Path) -> None:
     good = {"train__loss": {"kind": HERE + "half"}, "train__advantage": {"kind": HERE + "centred"}}
+    good |= from_file(tmp_path)
     made = plan.check(configured(tmp_path, environment=":Good", params={"size": 4}, **good))
     assert not any("tests.unit" in text for text in made.warnings)
-    text = refusal(configured(tmp_path, tasks__0__strategy__is_valid=":ends", environment=":WithoutStep"))
+    bad = {"tasks__0__strategy__is_valid": ":ends", **from_file(tmp_path)}
+    text = refusal(configured(tmp_path, environment=":WithoutStep", **bad))
     assert "2 problem(s)" in text and "no method step" in text
     assert "is_valid is 'tests.unit.user_functions:ends', which ended its process (exit code 3)" in text
 
@@ -103,7 +115,8 @@ def test_what_hangs_is_left_after_its_time_and_the_rest_is_tried(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(user_code, "TRIAL_S", 0.2)
-    config = configured(tmp_path, environment=":hangs", tasks__0__strategy__is_valid=":hangs")
+    hangs = {"environment": ":hangs", "tasks__0__strategy__is_valid": ":hangs"}
+    config = configured(tmp_path, **hangs, **from_file(tmp_path))
     found = user_code.findings(config)
     assert [one.refused for one in found] == [True, False]
     assert all("did not return within 0 s" in one.text for one in found)
