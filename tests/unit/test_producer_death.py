@@ -191,10 +191,13 @@ def test_production_goes_on_by_itself_if_it_did_and_ends_what_the_dead_one_had_a
         lives = await producing(tmp_path, configs=(task_config(max_pending=4),), batch_size=2)
         await asyncio.sleep(1.5)
         assert lives.pool.generating > 0
-        before = len(lives.pool.started)
+        before, interrupts = len(lives.pool.started), lives.pool.interrupts
         lives.mortal.kill()
         await lives.ask(lambda one: one.counts())
         assert lives.world.producer.pending.gate_open and lives.pool.pauses == 1
+        assert lives.pool.interrupts == interrupts + 1, (
+            "agent loops and judges, which know nothing of the death"
+        )
         await asyncio.sleep(0.5)
         assert lives.pool.generating == len(lives.world.producer.pending)
         assert set(lives.pool.started[before:]) <= set(lives.pool.started[:before])
