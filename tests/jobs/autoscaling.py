@@ -108,9 +108,13 @@ def rollout_nodes() -> int:
 
 def node_of(actor: str) -> str:
     """The node on which a living actor is."""
+    return nodes_of_living(actor).pop()
+
+
+def nodes_of_living(actor: str) -> set[str]:
+    """The nodes on which actors of a name live: one at most in each run, and none while Ray starts it again."""
     rows = state.actor_table(None).values()
-    living = (row for row in rows if row["Name"] == actor and row["State"] == "ALIVE")
-    return str(next(living)["Address"]["NodeID"])
+    return {str(row["Address"]["NodeID"]) for row in rows if row["Name"] == actor and row["State"] == "ALIVE"}
 
 
 def drain(node: str, seconds: int) -> str:

@@ -26,7 +26,14 @@ from raypost.doctor.presence import PROCESSES
 from raypost.report.files import read_spans
 from raypost.report.pool import ask_for_size, pool_record
 from tests.chaos.harness import ChaosRun, config_of
-from tests.jobs.autoscaling import autoscaling_cluster, drain, kill_raylet, node_of, rollout_nodes
+from tests.jobs.autoscaling import (
+    autoscaling_cluster,
+    drain,
+    kill_raylet,
+    node_of,
+    nodes_of_living,
+    rollout_nodes,
+)
 from tests.jobs.job import DEADLINE_S, Job, assert_adds_up, assert_audited, assert_never_older
 
 pytestmark = pytest.mark.timeout(1800)
@@ -320,9 +327,11 @@ def test_nodes_that_go_with_and_without_notice_lose_nothing(tmp_path: Path) -> N
             assert node_of("rollout-2") != drained
             lost = node_of("rollout-0")
             kill_raylet(lost)
-            until(run, "the loss", lambda: states(run).get("rollout-0") != "up", deadline_s=30)
-            until(run, "its return", lambda: up(run) == 2)
-            assert node_of("rollout-0") not in (lost, drained)
+            until(
+                run,
+                "its return",
+                lambda: nodes_of_living("rollout-0") - {lost, drained} != set() and up(run) == 2,
+            )
             assert run._driver is not None
             run._driver.terminate()
             assert run._driver.wait(120) == 0, run.words()
