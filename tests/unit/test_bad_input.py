@@ -164,14 +164,17 @@ def ask():
         ("print('no answer')", "the agent ended without a completion"),
         ("ask(); sys.exit(7)", "exit code 7"),
         ("os.kill(os.getpid(), 9)", "exit code -9"),
-        ("ask(); subprocess.Popen([sys.executable, '-c', WAIT], stdout=subprocess.DEVNULL, stderr=2)", None),
+        (
+            "ask(); left(subprocess.Popen([sys.executable, '-c', WAIT], stdout=subprocess.DEVNULL, stderr=2))",
+            None,
+        ),
     ],
 )
 def test_a_programs_end_whatever_it_did_is_its_trajectorys_and_nothing_of_it_is_left(
     end: str, why: str | None, tmp_path: Path
 ) -> None:
-    wait = f"import os, time; open({str(tmp_path / 'pid')!r}, 'w').write(str(os.getpid())); time.sleep(600)"
-    (tmp_path / "agent.py").write_text(f"{PROGRAM}\nWAIT = {wait!r}\n{end}\n")
+    left = f"def left(child): open({str(tmp_path / 'pid')!r}, 'w').write(str(child.pid))"
+    (tmp_path / "agent.py").write_text(f"{PROGRAM}\nWAIT = 'import time; time.sleep(600)'\n{left}\n{end}\n")
     (one,) = play(
         AnswersInTurn(*said("7")),
         None,
