@@ -65,7 +65,6 @@ BOUNDED_ELSEWHERE = {
     "jobs/pool_load.py PoolLoad.take": f"{OWN}: take_batch has take_timeout_s",
     "jobs/roles.py Roles._batch": "a check of the broadcaster, which has a deadline",
     "jobs/roles.py Roles._prepared": "a call of the broadcaster, begun before, which has a deadline",
-    "jobs/roles.py Roles.prepare": "a call of the broadcaster, which has a deadline",
     "jobs/roles.py Roles._record": "calls of telemetry, which have deadlines",
     "jobs/saving.py Saver.save": "a snapshot of the ranks: train.step_timeout_s",
     "jobs/saving.py Saver.settle": ENDED,
