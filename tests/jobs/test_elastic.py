@@ -23,6 +23,7 @@ from jobs.nodes import autoscaler_says, live_cluster, node_types
 from jobs.private_cluster import PrivateCluster
 from raypost.audit.audit import audit
 from raypost.doctor.presence import PROCESSES
+from raypost.observe.spans import ROLLOUT, Span
 from raypost.report.files import read_spans
 from raypost.report.pool import ask_for_size, pool_record
 from tests.chaos.harness import ChaosRun, config_of
@@ -291,6 +292,12 @@ def status(run: ChaosRun | Job) -> str:
     return " ".join(re.sub("[│|]", " ", shown).split())
 
 
+def busy(run: ChaosRun) -> list[Span]:
+    """When engines had requests, as far as it is recorded."""
+    path = run.run_dir / "spans.jsonl"
+    return [one for one in read_spans(path) if one.kind == ROLLOUT] if path.exists() else []
+
+
 def up(run: ChaosRun) -> int:
     return sum(state == "up" for state in states(run).values())
 
@@ -319,11 +326,15 @@ def test_nodes_that_go_with_and_without_notice_lose_nothing(tmp_path: Path) -> N
         run.start()
         try:
             until(run, "2 workers", lambda: up(run) == 2)
-            told = time.time()
+            until(
+                run, "work for both", lambda: {one.actor for one in busy(run)} == {"rollout-0", "rollout-1"}
+            )
             drained = drain(node_of("rollout-1"), seconds=15)
+            told = time.time()
             until(run, "another worker", lambda: states(run).get("rollout-2") == "up" and up(run) == 2)
             left = next(one for one in events(run) if one["event"] == "worker_left")
             assert left["cause"] == "its node is drained" and left["time_s"] - told < 15
+            print(f"it had left {left['time_s'] - told:.1f} s after the notice", flush=True)
             assert node_of("rollout-2") != drained
             lost = node_of("rollout-0")
             kill_raylet(lost)
@@ -337,10 +348,8 @@ def test_nodes_that_go_with_and_without_notice_lose_nothing(tmp_path: Path) -> N
             assert run._driver.wait(120) == 0, run.words()
         finally:
             run.end()
-    spans = read_spans(run.run_dir / "spans.jsonl")
-    begun = [one.start_s for one in spans if (one.kind, one.actor) == ("rollout", "rollout-1")]
-    assert begun and max(begun) <= left["time_s"], "nothing is given to a worker whose node was told to go"
-    print(f"the last request began {max(begun) - told:.1f} s after the notice", flush=True)
+    until_s = max(one.end_s for one in busy(run) if one.actor == "rollout-1")
+    assert until_s <= left["time_s"], "a worker that has left generates nothing"
     report = json.loads((run.run_dir / "report.json").read_text())
     assert_adds_up(report)
     assert audit(run.run_dir).num_contradictions == 0
