@@ -65,7 +65,7 @@ class JudgeConfig(ConfigModel):
     """Give the share of tests that pass as reward; otherwise 1 if all pass, else 0."""
     cpu_s: Annotated[float, Field(gt=0, le=3600)] = 5
     """CPU time of a program, seconds: for all tests in Python together, or for one case of stdio. By the clock it may
-    take three times as long."""
+    take three times as long, and what it waited for a processor that others had, up to twelve times in all."""
     memory_mb: Annotated[int, Field(ge=64)] = 512
     """Memory of each process of a program, MiB."""
     unsafe_no_sandbox: bool = False

@@ -23,11 +23,11 @@ from raypost.data.prompt import Prompt
 from raypost.errors import Boundary, JudgeError, SandboxError, blame
 from raypost.judges import code_child
 from raypost.judges.code_child import BrokenTestsError
-from raypost.sandbox import Limits, Outcome, python, run, why_not
+from raypost.sandbox import MOST, Limits, Outcome, python, run, why_not
 from raypost.types import RolloutState, Score
 
 CLOCK = 3
-"""How much longer than its CPU time a program may take by the clock: the machine has other things to do."""
+"""How much longer than its CPU time a program may take by the clock, where the machine has a processor for it."""
 TESTS_S = 10.0
 """What the tests of a program may take for themselves, by the clock, besides waiting for it."""
 END_S = 2.0
@@ -190,7 +190,7 @@ class CodeJudge:
             ["main.py", "tests", str(theirs[0]), str(ours[1]), *([entry_point] if entry_point else [])],
             {**child, "tests.py": tests},
             fds=[theirs[0], ours[1]],
-            wall_s=self.limits.wall_s + TESTS_S,
+            wall_s=MOST * self.limits.wall_s + TESTS_S,
         )
         submission, tester = asyncio.create_task(submitted), asyncio.create_task(examined)
         try:

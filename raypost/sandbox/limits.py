@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 MIB = 2**20
+MOST = 4
+"""How many times `wall_s` a program may take that has to wait for a processor."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -19,7 +21,7 @@ class Limits:
     """Largest file, MiB."""
     open_files: int = 64
     wall_s: float = 30.0
-    """Time by the clock, seconds."""
+    """Time by the clock, seconds. What it waited for a processor that others had is added, up to MOST times in all."""
     processes: int = 16
     """Processes and threads at once."""
     output_kb: int = 1024

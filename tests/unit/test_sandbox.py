@@ -12,6 +12,7 @@ import os
 import secrets
 import signal
 import socket
+import subprocess
 import sys
 import tempfile
 import time
@@ -23,7 +24,8 @@ import psutil
 import pytest
 
 from raypost.errors import SandboxError
-from raypost.sandbox import python, run, why_not
+from raypost.sandbox import MOST, python, run, why_not
+from raypost.sandbox.run import waited_s
 from raypost.sandbox.seccomp import refused_calls
 from tests.unit.sandboxes import LIMITS, needs_sandbox, run_python
 
@@ -161,6 +163,44 @@ async def test_a_loop_ends_by_the_cpu_and_a_sleep_by_the_clock() -> None:
         if sleep.stdout:
             break  # else this machine takes longer to start it
     assert sleep.timed_out and sleep.stdout == b"1\n" and wall_s <= sleep.wall_s < 600 and not sleep.ok
+
+
+async def test_time_in_which_others_have_the_processor_is_not_the_programs(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    limits, (read, write) = dataclasses.replace(LIMITS, wall_s=2.0), os.pipe()
+
+    def waited_s(pid: int) -> float:
+        """Let the program end, which has had its time."""
+        os.write(write, b"go")
+        return 1e6
+
+    monkeypatch.setattr(sys.modules["raypost.sandbox.run"], "waited_s", waited_s)
+    outcome = await run_python(f"import os; print(os.read({read}, 2))", limits, fds=[read])
+    os.close(write)
+    assert outcome.ok and outcome.stdout == b"b'go'\n" and outcome.wall_s >= limits.wall_s, outcome
+    monkeypatch.setattr(sys.modules["raypost.sandbox.run"], "waited_s", lambda pid: 1e6)
+    outcome = await run_python("import time; time.sleep(600)", dataclasses.replace(LIMITS, wall_s=0.2))
+    assert outcome.timed_out and outcome.wall_s >= 0.2 * MOST
+
+
+TWO_ON_ONE = """
+import os, subprocess, sys
+os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
+both = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(2)]
+both[0].wait()
+"""
+
+
+def test_the_wait_for_a_processor_is_that_of_the_longest_waiting_below() -> None:
+    with subprocess.Popen([sys.executable, "-c", TWO_ON_ONE], start_new_session=True) as one:
+        try:
+            deadline = time.monotonic() + PATIENCE_S
+            while waited_s(one.pid) < 0.2 and time.monotonic() < deadline:
+                time.sleep(0.05)
+            assert 0.2 <= waited_s(one.pid) < PATIENCE_S
+        finally:
+            os.killpg(one.pid, signal.SIGKILL)
 
 
 async def test_a_program_that_ignores_its_end_is_ended() -> None:
