@@ -246,7 +246,7 @@ def test_the_process_ends_when_its_actor_is_killed_however_busy_it_is(tmp_path: 
         assert psutil.Process(function).ppid() == host.pid
     finally:
         host.kill()
-        host.wait(10)
+        host.wait(60)
     assert not lives(function)
 
 

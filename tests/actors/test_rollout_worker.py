@@ -754,6 +754,6 @@ async def test_process_of_an_engine_ends_with_its_owner_however_early_that_was()
     assert late.stdout is not None and late.stdout.readline() == "up\n"
     owner.kill()
     owner.wait()
-    assert late.wait(10) == 1
+    assert late.wait(60) == 1
     early = engine()
-    assert early.wait(30) == 1 and early.stdout is not None and early.stdout.read() == ""
+    assert early.wait(60) == 1 and early.stdout is not None and early.stdout.read() == ""

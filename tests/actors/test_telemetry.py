@@ -306,7 +306,7 @@ def test_a_second_look_waits_for_the_first_to_end(monkeypatch: pytest.MonkeyPatc
 
         def memory_full_info(self) -> SimpleNamespace:
             measuring.set()
-            assert measured.wait(10)
+            assert measured.wait(60)
             return SimpleNamespace(pss=100)
 
     monkeypatch.setattr(memory, "node_processes", lambda: [Slow()])
@@ -318,7 +318,7 @@ def test_a_second_look_waits_for_the_first_to_end(monkeypatch: pytest.MonkeyPatc
 
     first, last = (threading.Thread(target=look) for _ in range(2))
     first.start()
-    assert measuring.wait(10)
+    assert measuring.wait(60)
     last.start()
     last.join(0.2)
     measured.set()

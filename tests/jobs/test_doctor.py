@@ -69,4 +69,4 @@ def test_whoever_is_stopped_is_named_by_the_doctor_and_by_the_run(
             job.until_step(last + 1)
     finally:
         job.process.terminate()
-        job.process.wait(120)
+        job.process.wait(240)

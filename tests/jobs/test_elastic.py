@@ -128,7 +128,7 @@ def test_a_run_that_starves_gets_nodes_from_the_autoscaler_and_gives_them_back(t
             run.set_pace(0.0)
             assert run._driver is not None
             run._driver.terminate()
-            assert run._driver.wait(120) == 0, run.words()
+            assert run._driver.wait(240) == 0, run.words()
         finally:
             run.end()
     kinds = Counter(event["event"] for event in events(run))
@@ -230,7 +230,7 @@ def test_each_pool_grows_on_nodes_of_its_own_and_gives_them_back_beside_another_
         other.start()
         try:
             until(run, "2 workers", lambda: up(run) == 2)
-            assert other._driver is not None and other._driver.wait(150) == 0, other.words()
+            assert other._driver is not None and other._driver.wait(240) == 0, other.words()
             assert set(states(other)) == {"rollout-0", "rollout-1"}, "both runs have a worker of that name"
             ask_for_size(run.run_dir, "3", "far")
             until(run, "4 workers", lambda: up(run) == 4 and rollout_nodes() == 3)
@@ -244,7 +244,7 @@ def test_each_pool_grows_on_nodes_of_its_own_and_gives_them_back_beside_another_
             assert states(run) == {"rollout-0": "up", "rollout-far-0": "up"}
             assert run._driver is not None
             run._driver.terminate()
-            assert run._driver.wait(120) == 0, run.words()
+            assert run._driver.wait(240) == 0, run.words()
         finally:
             run.end()
             other.end()
@@ -345,7 +345,7 @@ def test_nodes_that_go_with_and_without_notice_lose_nothing(tmp_path: Path) -> N
             )
             assert run._driver is not None
             run._driver.terminate()
-            assert run._driver.wait(120) == 0, run.words()
+            assert run._driver.wait(240) == 0, run.words()
         finally:
             run.end()
     until_s = max(one.end_s for one in busy(run) if one.actor == "rollout-1")
@@ -377,7 +377,7 @@ def test_ranks_whose_node_is_lost_come_back_on_another_and_train_what_they_had(t
             assert lost not in (node_of("trainer-0"), node_of("trainer-1"))
             assert run._driver is not None
             run._driver.terminate()
-            assert run._driver.wait(120) == 0, run.words()
+            assert run._driver.wait(240) == 0, run.words()
         finally:
             run.end()
     assert run.attempts == 1

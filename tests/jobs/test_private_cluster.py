@@ -103,7 +103,7 @@ def test_two_clusters_started_at_once_are_separate_ask_for_their_token_and_leave
         for thread in threads:
             thread.start()
         for thread in threads:
-            thread.join(90)
+            thread.join(240)
         first, second = clusters
         assert first.address != second.address
         assert not set(first.pids) & set(second.pids)
@@ -232,7 +232,7 @@ def hold(mark: str) -> tuple[subprocess.Popen[str], Path, list[int]]:
 def ends(owner: subprocess.Popen[str] | subprocess.Popen[bytes]) -> int:
     """Exit code of an owner that was told to end; one that does not is killed, and its cluster ends with it."""
     try:
-        return owner.wait(40)
+        return owner.wait(240)
     except subprocess.TimeoutExpired:
         owner.kill()
         raise

@@ -79,9 +79,9 @@ def running(folder: Path, code: str, *args: str) -> Iterator[subprocess.Popen[st
     finally:
         if run.poll() is None:
             run.terminate()
-            run.wait(60)
+            run.wait(240)
     # Ray's watcher of a job looks once a second whether it still has something to watch.
-    _, left = psutil.wait_procs(processes_with("TEST_RUN", mark), 5)
+    _, left = psutil.wait_procs(processes_with("TEST_RUN", mark), 60)
     assert left == []
 
 
@@ -139,6 +139,7 @@ def test_run_whose_terminal_closes_saves_first_and_leaves_nothing(tmp_path: Path
     pid, terminal = os.forkpty()
     if pid == 0:
         os.chdir(ROOT)
+        signal.signal(signal.SIGHUP, signal.SIG_DFL)  # ignored below `nohup`
         environment = os.environ | {"TEST_RUN": mark, "RAY_ADDRESS": "127.0.0.1:1", "PYTHONUNBUFFERED": "1"}
         os.execve(sys.executable, [sys.executable, "-c", RUN, str(tmp_path), str(saved)], environment)
     shown = b""
@@ -148,7 +149,7 @@ def test_run_whose_terminal_closes_saves_first_and_leaves_nothing(tmp_path: Path
     _, status = os.waitpid(pid, 0)
     assert os.waitstatus_to_exitcode(status) == 128 + signal.SIGHUP
     assert saved.read_text() == "saved"
-    _, left = psutil.wait_procs(processes_with("TEST_RUN", mark), 5)
+    _, left = psutil.wait_procs(processes_with("TEST_RUN", mark), 60)
     assert left == []
 
 

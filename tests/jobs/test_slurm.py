@@ -73,7 +73,7 @@ def test_a_cluster_by_role_is_started_and_the_job_saves_when_its_time_is_over(
         assert "nodes [[0, 8.0], [8.0, 0]]" in log.read_text(), log.read_text()
         children = psutil.Process(job.pid).children(recursive=True)
         job.send_signal(signal.SIGTERM)
-        assert job.wait(60) == 0, log.read_text()
+        assert job.wait(240) == 0, log.read_text()
         assert "saved" in log.read_text()
         assert psutil.wait_procs(children, timeout=240)[1] == []
     finally:
