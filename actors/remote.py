@@ -36,8 +36,8 @@ ACTOR_ERRORS = (RayActorError,)
 """Raised when the actor behind a handle died or is restarting; the call may have run."""
 POOL_TRIES = 4
 """How often a call to a pool is made to members that are there."""
-RESTART_S, RESTART_POLL_S = 900.0, 0.5
-"""How long a restart may take before a call is made without it, and how often Ray is asked about it."""
+RESTART_S, RESTART_POLL_S = 300.0, 0.5
+"""How long a call waits for restarts, and how often Ray is asked about them."""
 LONG_S = 60.0
 """A call that took longer before its actor died is tried as often again as a new one."""
 REPEATS = 8
@@ -234,15 +234,16 @@ class RemotePool:
 
     async def _call(self, method: str, *args: Any, **kwargs: Any) -> Any:
         died = [0] * len(self._load)
-        attempt = 0
+        attempt, end = 0, time.monotonic() + RESTART_S
         while True:
+            member = await self._free(died, end)
             attempt, since_s = attempt + 1, time.monotonic()
-            member = await self._free(died)
             self._load[member] += 1
             try:
                 return await self._members[member]._call(method, *args, **kwargs)
             except ACTOR_ERRORS as error:
-                attempt = 1 if time.monotonic() - since_s > LONG_S else attempt
+                if time.monotonic() - since_s > LONG_S:
+                    attempt, end = 1, time.monotonic() + RESTART_S
                 if attempt >= self._tries:
                     raise
                 died[member] += 1
@@ -253,16 +254,15 @@ class RemotePool:
             finally:
                 self._load[member] -= 1
 
-    async def _free(self, died: Sequence[int]) -> int:
+    async def _free(self, died: Sequence[int], end: float) -> int:
         """Return the member to call next; `died`: how often each failed this call.
 
-        Where all of them did, it waits for one to be back: how long a restart takes depends on the machine.
+        Where all of them did, it waits until `end` for one to be back: how long that takes depends on the machine.
         """
         # By its load alone a dead one would be asked for ever: it has nothing to do.
         first, *others = sorted(range(len(self._load)), key=lambda number: (died[number], self._load[number]))
         if not died[first]:
             return first
-        end = time.monotonic() + RESTART_S
         with waiting(f"one of {', '.join(self._names)} to be started again", RESTART_S):
             while time.monotonic() < end:
                 for member in (first, *others):

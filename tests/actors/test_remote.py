@@ -14,7 +14,7 @@ import pytest
 import ray
 from ray.exceptions import RayActorError
 
-from actors import many_calls
+from actors import many_calls, remote
 from actors.many_calls import CallBatches, ManyCalls
 from actors.placement import spawn
 from actors.remote import Remote, RemotePool, deaths, within
@@ -345,3 +345,16 @@ async def test_pool_waits_for_a_member_that_restarts_however_long_that_takes(
     assert await call == "here"
     for name in names:
         (tmp_path / name).touch()
+
+
+async def test_pool_does_not_wait_for_ever_for_a_member_that_does_not_come_back(
+    worker: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(remote, "RESTART_S", 1.0)
+    handle = spawn(SlowToComeBack, f"{tmp_path}/back", name="lost", max_restarts=-1)
+    await handle.ping.remote()
+    with contextlib.suppress(RayActorError):
+        await handle.die.remote()
+    with pytest.raises(RayActorError):
+        await asyncio.wait_for(RemotePool(["lost"], 30.0, tries=3).ping(), 60)
+    (tmp_path / "back").touch()
