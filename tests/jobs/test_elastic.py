@@ -382,7 +382,7 @@ def test_ranks_whose_node_is_lost_come_back_on_another_and_train_what_they_had(t
             run.end()
     assert run.attempts == 1
     died = [one for one in events(run) if one["event"] == "role_died"]
-    assert {one["role"] for one in died} == {"trainer"}
+    assert "trainer" in {one["role"] for one in died}, "and whoever else was on that node"
     assert_adds_up(json.loads((run.run_dir / "report.json").read_text()))
     assert audit(run.run_dir).num_contradictions == 0
 
