@@ -36,6 +36,8 @@ ACTOR_ERRORS = (RayActorError,)
 """Raised when the actor behind a handle died or is restarting; the call may have run."""
 POOL_TRIES = 4
 """How often a call to a pool is made to members that are there."""
+ROLE_TRIES = 8
+"""The same where nobody else can take the only actor's part: some 14 s in all."""
 RESTART_S, RESTART_POLL_S = 300.0, 0.5
 """How long a call waits for restarts, and how often Ray is asked about them."""
 LONG_S = 60.0

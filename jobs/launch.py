@@ -24,7 +24,7 @@ from actors.agent_loop import MANY, AgentLoopPool, AgentLoopWorker
 from actors.evaluator import Evaluator
 from actors.judge import JudgeWorker
 from actors.producer import ProducerActor
-from actors.remote import RemotePool, remote, within
+from actors.remote import ROLE_TRIES, RemotePool, remote, within
 from actors.replay_buffer import RemoteBuffer, ReplayBufferActor
 from actors.rollout.controller import RolloutController
 from actors.rollout.routing import router_to
@@ -68,8 +68,6 @@ CALL_TIMEOUT_S = 60.0
 """Deadline of small calls between roles."""
 BATCHES = "batches"
 """In a run folder: the batches that were trained since the last checkpoint."""
-RESTART_TRIES = 8
-"""How often a call to an actor is made that is there: some 14 s in all."""
 PRODUCTION = "rollout-controller"
 EVALUATION = "evaluation-controller"
 WATCHED = (
@@ -288,7 +286,7 @@ class Launcher:
             name="replay-buffer",
             max_restarts=-1 if cfg.buffer.journal else 0,
         )
-        return RemoteBuffer(["replay-buffer"], CALL_TIMEOUT_S + cfg.checkpoint.retry_s, RESTART_TRIES)
+        return RemoteBuffer(["replay-buffer"], CALL_TIMEOUT_S + cfg.checkpoint.retry_s, ROLE_TRIES)
 
     def producer(
         self, agents: AgentLoopPool, buffer: Buffer[Ref[PackedGroups]], pool: RolloutPool
@@ -312,7 +310,7 @@ class Launcher:
             ProducerRole,
             timeout_s=2 * cfg.rollout.pause_timeout_s + 2 * CALL_TIMEOUT_S,
             timeouts_s={"run": None, "take_batch": take_s, "produce_batch": take_s},
-            tries=RESTART_TRIES,
+            tries=ROLE_TRIES,
         )
 
     def evaluator(self, agents: AgentLoopPool, pool: RolloutPool) -> EvaluatorRole:
@@ -357,7 +355,7 @@ class Launcher:
         If it dies it is started again, and the call that met its death is made again: its calls are idempotent.
         """
         self._add(cls, *args, name=name, max_restarts=-1, **kwargs)
-        return remote([name], role, timeout_s=timeout_s, tries=RESTART_TRIES)
+        return remote([name], role, timeout_s=timeout_s, tries=ROLE_TRIES)
 
     def _add(self, cls: Callable[..., object], *args: Any, name: str, **options: Any) -> ActorHandle:
         home = placement.Home(self.cfg.run_dir.resolve(), self.cfg.stall_s) if self.is_run else None

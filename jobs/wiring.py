@@ -14,10 +14,10 @@ from contextlib import asynccontextmanager, closing
 
 from ray.exceptions import RayError
 
-from actors.remote import remote, within
+from actors.remote import ROLE_TRIES, remote, within
 from jobs.census import Census
 from jobs.elastic import PoolKeeper, Slots
-from jobs.launch import CALL_TIMEOUT_S, EVALUATION, PRODUCTION, RESTART_TRIES, Launcher
+from jobs.launch import CALL_TIMEOUT_S, EVALUATION, PRODUCTION, Launcher
 from jobs.light_roles import LightRoles
 from jobs.members import ElasticPool
 from jobs.models import prepare_models
@@ -182,9 +182,9 @@ def _keeper_of(cfg: Config, launcher: Launcher, load: PoolLoad, supervisor: Supe
         ElasticPool,
         timeout_s=CALL_TIMEOUT_S,
         timeouts_s={"leave": patience_s},
-        tries=RESTART_TRIES,
+        tries=ROLE_TRIES,
     )
-    slots = remote(["producer"], Slots, timeout_s=CALL_TIMEOUT_S, tries=RESTART_TRIES)
+    slots = remote(["producer"], Slots, timeout_s=CALL_TIMEOUT_S, tries=ROLE_TRIES)
     return PoolKeeper(cfg, launcher, pool, slots, load, supervisor.tell)
 
 

@@ -27,7 +27,7 @@ import numpy as np
 from ray.actor import ActorHandle
 
 from actors.many_calls import ManyCalls
-from actors.remote import ACTOR_ERRORS, remote, within
+from actors.remote import ACTOR_ERRORS, ROLE_TRIES, remote, within
 from actors.rollout.loads import Loads, Room
 from raypost.errors import EngineLostError, NoWorkersError, WaitTimeoutError
 from raypost.types import GenerateRequest, GenerateResult
@@ -45,8 +45,6 @@ TABLE_S = 20.0
 """After which a router gets the table again, changed or not."""
 CALL_TIMEOUT_S = 60.0
 """Deadline of calls to the controller."""
-TRIES = 8
-"""How often a controller that is there is asked: some 14 s in all."""
 ONE_ROOM = Room(slots=64, tokens=0)
 """Of workers that do not say what they hold: all have the same."""
 ASK_AGAIN_S = 1.0
@@ -144,7 +142,7 @@ class RoutingRole(Protocol):
 def router_to(controller: str, timeout_s: float) -> Router:
     """Return a router to the workers of the actor `controller`. `timeout_s`: see Router."""
     role = remote(
-        [controller], RoutingRole, timeout_s=CALL_TIMEOUT_S, many={"routes": MANY_REQUESTS}, tries=TRIES
+        [controller], RoutingRole, timeout_s=CALL_TIMEOUT_S, many={"routes": MANY_REQUESTS}, tries=ROLE_TRIES
     )
     return Router(role, timeout_s)
 

@@ -28,8 +28,8 @@ from typing import Any, NoReturn
 
 from raypost.agent_loop.episode import takes_seed
 from raypost.config.imports import load_function
-from raypost.data.keeper import REAP_S, adopt_orphans, end_children
 from raypost.errors import ConfigError
+from raypost.sandbox.reaper import REAP_S, adopt_orphans, end_children
 
 HEADER = struct.Struct(">Q")
 """Length of the message that follows, in bytes."""

@@ -17,7 +17,7 @@ from typing import IO
 
 from raypost.agent_loop.session import Session
 from raypost.chat.openai import MODEL
-from raypost.data.keeper import REAP_S, kept
+from raypost.sandbox.reaper import REAP_S, reaped
 
 MAX_OUTPUT = 4096
 """Characters that are kept of what a program wrote last."""
@@ -59,7 +59,7 @@ async def _run(
     # A pipe of our own: asyncio takes a program for running while somebody holds one that it made.
     with open(write, "wb") as output, open(read, "rb", buffering=0) as pipe:
         program = await asyncio.create_subprocess_exec(
-            *kept(command),
+            *reaped(command),
             env=environment,
             stdin=asyncio.subprocess.DEVNULL,
             stdout=output,

@@ -21,9 +21,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from raypost.config.agent_loops import McpServer
-from raypost.data.keeper import kept
 from raypost.errors import ConfigError, RaypostError, ToolError
 from raypost.observe.waits import waiting
+from raypost.sandbox.reaper import reaped
 
 START_S = 60.0
 """Longest time for a server to start and to list its tools; its program may have to be fetched first."""
@@ -190,7 +190,7 @@ class McpConnection:
             if shutil.which(command[0]) is None:
                 raise ConfigError(f"{self._what}: there is no program {command[0]!r} on this machine")
             # It has an environment of its own.
-            first, *arguments = kept(command)
+            first, *arguments = reaped(command)
             given = mcp.StdioServerParameters(command=first, args=arguments)
             transport = mcp.stdio_client(given, errlog=sys.__stderr__ or sys.stderr)
         async with transport as (read, write), mcp.ClientSession(read, write) as session:

@@ -15,7 +15,7 @@ import pytest
 
 from raypost.agent_loop.fork_server import EnvironmentSpec
 from raypost.agent_loop.isolated import EnvironmentProcesses
-from raypost.data.keeper import NOT_STARTED, kept
+from raypost.sandbox.reaper import NOT_STARTED, reaped
 
 pytestmark = pytest.mark.skipif(
     sys.platform != "linux", reason="only Linux gives orphans to whom one chooses"
@@ -141,7 +141,7 @@ def test_what_an_environment_started_in_a_session_of_its_own_ends_with_the_loop(
     assert not sleeping(sleeps)
 
 
-def test_a_keeper_ends_as_its_program_does(tmp_path: Path) -> None:
+def test_a_reaper_ends_as_its_program_does(tmp_path: Path) -> None:
     shell = ["sh", "-c"]
     for command, code in (
         ([*shell, "exit 3"], 3),
@@ -149,6 +149,6 @@ def test_a_keeper_ends_as_its_program_does(tmp_path: Path) -> None:
         ([*shell, "kill -15 $$"], -15),
         ([str(tmp_path / "none")], NOT_STARTED),
     ):
-        done = subprocess.run(kept(command), capture_output=True, timeout=WAIT_S)
+        done = subprocess.run(reaped(command), capture_output=True, timeout=WAIT_S)
         assert done.returncode == code, done.stderr
     assert b"none: No such file" in done.stderr

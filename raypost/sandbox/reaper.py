@@ -1,10 +1,10 @@
-"""Keeper: the process between raypost and a program that is not raypost's. Nothing of the program outlives either.
+"""Reaper: the process between raypost and a program that is not raypost's. Nothing of the program outlives either.
 
-    this process --> keeper --> program --> whatever it starts, in sessions of its own, too
-      killed, or SIGTERM +         + ends -> all that it left is killed and reaped, then the keeper ends with its code
+    this process --> reaper --> program --> whatever it starts, in sessions of its own, too
+      killed, or SIGTERM +         + ends -> all that it left is killed and reaped, then the reaper ends with its code
 
-Run as a script, which imports nothing of raypost. Invariant: what the program leaves behind becomes the keeper's
-child, so that the keeper ends only when there is none left, or not even SIGKILL ends it.
+Run as a script, which imports nothing of raypost. Invariant: what the program leaves behind becomes the reaper's
+child, so that the reaper ends only when there is none left, or not even SIGKILL ends it.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ NOT_STARTED = 127
 ENDS = {signal.SIGTERM, signal.SIGINT, signal.SIGHUP}
 
 
-def kept(command: Sequence[str]) -> list[str]:
-    """Return the command that runs this one in a keeper; SIGTERM ends all of it. It must be started by this process."""
+def reaped(command: Sequence[str]) -> list[str]:
+    """Return the command that runs this one below a reaper, which this process must start; SIGTERM ends all of it."""
     if sys.platform != "linux":
         return list(command)
     return [sys.executable, "-I", "-S", os.path.abspath(__file__), str(os.getpid()), *command]
