@@ -551,15 +551,22 @@ async def test_a_group_costs_one_call_a_worker() -> None:
     assert [handle.calls - calls for handle, calls in zip(pool.handles, before, strict=True)] == [1, 1]
 
 
+async def until_open(pool: Pool, count: int) -> None:
+    """Wait until the workers have so many requests."""
+    async with asyncio.timeout(60):
+        while sum(handle.open for handle in pool.handles) < count:
+            await asyncio.sleep(0.01)
+
+
 async def test_requests_go_to_the_worker_with_the_fewest_also_where_several_routers_ask() -> None:
     pool = await pool_at(1)
     routers = [pool.new_router() for _ in range(4)]
     running = [one for router in routers for one in start(router, 3, 2000)]
-    await asyncio.sleep(0.05)
+    await until_open(pool, 12)
     first, second = (handle.open for handle in pool.handles)
     assert first + second == 12 and abs(first - second) <= len(routers)
     more = start(routers[0], 3, 2000)
-    await asyncio.sleep(0.02)
+    await until_open(pool, 15)
     mine = routers[0]._loads
     assert [mine.own(handle.name).requests for handle in pool.handles] == [3, 3]
     await pool.pause()
@@ -577,9 +584,7 @@ async def test_requests_go_where_the_engines_say_that_there_is_room_for_them_als
 
     async def spread() -> list[int]:
         running = start(pool.new_router(), 12, 2000)
-        async with asyncio.timeout(60):
-            while sum(handle.open for handle in pool.handles) < 12:
-                await asyncio.sleep(0.01)
+        await until_open(pool, 12)
         found = [handle.open for handle in pool.handles]
         await pool.pause()
         await asyncio.gather(*running)
