@@ -8,8 +8,9 @@ worker sends is the manifest and a path of shared memory a bucket; bytes never p
     receive_weights the same of what rank 0 of a broadcast group sends
     load_staged     vLLM's three calls, one after the other:
         start_weight_update   nothing: the old weights stay in use until the new bytes are verified
-        update_weights        layerwise reload of what differs in the version that is staged, adapters added
-        finish_weight_update  finalize -> pack heads again -> read it back -> record what the model holds
+        update_weights        what differs in the version that is staged, adapters added: written straight to where
+                              the first version went (direct_load.py), or by vLLM's layerwise reload
+        finish_weight_update  finalize a reload -> pack heads again -> read it back -> record what the model holds
 
 Invariants: the model is touched only after every byte was verified; `held` is the only record of what the model
 holds, and is None unless the model is whole and, where `sync.verify` asks for it, was read back; a tensor that is not
@@ -41,6 +42,7 @@ from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, i
 from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 
 from actors.engine.life import OwnedProcess
+from actors.rollout.direct_load import DirectLoad
 from actors.rollout.packing import SHARE, Packing
 from actors.rollout.staging import StagedVersion, Staging
 from raypost.config import VerifyWeights
@@ -100,6 +102,7 @@ class SharedMemoryTransfer(
         self._staging = Staging(self._verifier)
         self._sent = HeldWeights(self._verifier)
         self._packing = Packing(model, self._sent)
+        self._direct = DirectLoad(model, self._sent, vllm_config.model_config.dtype)
         self.read_back: ReadBack | None = None
         """Of the last load, None where it was not asked for."""
         self.verify: VerifyWeights = "every"
@@ -108,6 +111,8 @@ class SharedMemoryTransfer(
         """True from the first change of the model until all of the version is in place."""
         self._loading: StagedVersion | None = None
         self._loaded: list[TensorEntry] = []
+        self._is_taken_apart = False
+        """Whether the model is, by vLLM's layerwise reload."""
         self._kernels: list[tuple[Any, Any]] = []
         """Layers of experts and the kernels they had before the load."""
         self._padded: set[tuple[str, int]] = set()
@@ -154,7 +159,7 @@ class SharedMemoryTransfer(
             )
 
     def receive_weights(self, update_info: PublishedVersion) -> None:
-        """Reload layer by layer what the model does not hold. Raises WeightError naming a tensor of wrong bytes."""
+        """Load what the model does not hold. Raises WeightError naming a tensor of wrong bytes."""
         staged = self._staging.take(update_info.version, update_info.digest)
         manifest, buckets = staged.manifest, staged.buckets
         self._check_held(manifest, staged.absent)
@@ -172,16 +177,23 @@ class SharedMemoryTransfer(
             block_of(entry.name) for entry in manifest.tensors if contents.get(entry.name) != entry.content
         }
         self._loaded = [entry for entry in manifest.tensors if block_of(entry.name) in stale]
-        if not self._loaded:
-            return
-        rest = [entry for entry in manifest.tensors if block_of(entry.name) not in stale]
+        names = [entry.name for entry in self._loaded]
+        self._is_taken_apart = not self._direct.can_load(names)
+        if self._is_taken_apart:
+            self._reload(manifest, buckets)
+        else:
+            self._direct.load(self._tensors(self._loaded, buckets))
+
+    def _reload(self, manifest: Manifest, buckets: list[Bytes]) -> None:
+        """Load by vLLM's layerwise reload, which is watched the first time."""
+        names = {entry.name for entry in self._loaded}
+        rest = [entry for entry in manifest.tensors if entry.name not in names]
         if self.device.type == "cpu":
             self._forget_kernels()
         initialize_layerwise_reload(self.model)
         parameters = dict(self.model.named_parameters())
         expected = set(parameters)
-        is_new = self._verifying and not self._sent.is_known
-        with self._sent.recording(parameters) if is_new else nullcontext():
+        with nullcontext() if self._sent.is_known else self._sent.recording(parameters):
             loaded = self.model.load_weights(self._tensors(self._loaded, buckets))
         if rest and self._incomplete() - self._padded:
             # The model joins tensors of several blocks. What was not sent fails here, and the engine is built anew.
@@ -205,7 +217,7 @@ class SharedMemoryTransfer(
         """Put the new weights in place and record what the model holds."""
         if self._loading is None:
             raise WeightError("nothing was loaded since the last update: send a version first")
-        if self._loaded:
+        if self._is_taken_apart:
             finalize_layerwise_reload(self.model, self.model_config)
         for method, kernel in self._kernels:
             method.moe_kernel = method.moe_kernel or kernel
@@ -273,7 +285,7 @@ class SharedMemoryTransfer(
     ) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield names and tensors to load, one at a time: a merged matrix exists only while it is loaded."""
         tensors = self._contents(entries, buckets)
-        if self._verifying:
+        if self._verifying or not self._sent.is_known:
             return self._sent.sent(tensors)
         return ((entry.name, tensor) for entry, tensor in tensors)
 

@@ -19,7 +19,7 @@ from concurrent.futures import Executor, Future
 from contextlib import contextmanager
 from dataclasses import dataclass
 from math import prod
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
@@ -27,6 +27,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from raypost.errors import WeightError
 from raypost.weights.manifest import Manifest, TensorEntry, digest_bytes
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+SMALL_BYTES = 1 << 20
+"""A digest of so much takes less time than to have a thread compute it."""
 
 
 class Strided(NamedTuple):
@@ -121,6 +127,23 @@ class HeldWeights:
         """Whether the layout was recorded."""
         return bool(self._forms)
 
+    @property
+    def left_out(self) -> bool:
+        """Whether a loader changed something on the way."""
+        return bool(self._left_out)
+
+    def places(self, tensor: str) -> Sequence[Place]:
+        """Return where the parts of a tensor go."""
+        return self._places.get(tensor, ())
+
+    def parts(self, parameter: str) -> Sequence[Place]:
+        """Return what comes into a parameter."""
+        return self._parts.get(parameter, ())
+
+    def form(self, parameter: str) -> Form:
+        """Return what a parameter is like while it is loaded."""
+        return self._forms[parameter]
+
     @contextmanager
     def recording(self, parameters: Iterable[tuple[str, Tensor]]) -> Iterator[None]:
         """Record where what is sent in this block goes; `parameters` as they are when the loaders are called."""
@@ -170,7 +193,7 @@ class HeldWeights:
             if is_as_sent and part.numel() == tensor.numel() and part.is_contiguous():
                 self._expected[place] = entry.digest
             else:
-                self._expected[place] = self._executor.submit(_digest, part, dtype)
+                self._expected[place] = self._computed(part.nbytes, _digest, part, dtype)
         if entry.name not in self._places:
             self._left_out.add(entry.name)
 
@@ -179,7 +202,15 @@ class HeldWeights:
         parts = self._parts.get(name)
         if parts:
             views = [part.there.of_tensor(parameter) for part in parts]
-            self._unpacked[name] = self._executor.submit(_digests, views)
+            self._unpacked[name] = self._computed(parameter.nbytes, _digests, views)
+
+    def _computed(self, nbytes: int, compute: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> Future[R]:
+        """Compute digests of so many bytes: now, or by the thread while the engine goes on loading."""
+        if nbytes > SMALL_BYTES:
+            return self._executor.submit(compute, *args, **kwargs)
+        done: Future[R] = Future()
+        done.set_result(compute(*args, **kwargs))
+        return done
 
     def begin_to_verify(self, parameters: Mapping[str, Tensor]) -> None:
         """Begin to compute the digests of the parameters that the model computes with.
@@ -191,7 +222,7 @@ class HeldWeights:
             parameter = parameters.get(name)
             if parameter is not None and Form.of(parameter) == self._forms[name]:
                 views = [part.there.of_tensor(parameter) for part in parts]
-                self._in_use[name] = self._executor.submit(_digests, views)
+                self._in_use[name] = self._computed(parameter.nbytes, _digests, views)
 
     def verify(self, manifest: Manifest) -> ReadBack:
         """Compare what the model holds with `manifest`.

@@ -75,6 +75,11 @@ async def test_worker_without_weights_serves_nothing(bench: Bench) -> None:
     assert (result.finish_reason, len(result.response_ids)) == ("abort", 0)
 
 
+def is_taken_apart(vllm_worker: Any) -> bool:
+    """Return whether the last load went by vLLM's layerwise reload."""
+    return bool(vllm_worker.weight_transfer_engine._is_taken_apart)
+
+
 @pytest.mark.parametrize("temperature", [1.0, 0.6])
 async def test_logprobs_equal_transformers_before_and_after_an_update(
     bench: Bench, temperature: float
@@ -86,6 +91,7 @@ async def test_logprobs_equal_transformers_before_and_after_an_update(
         assert max(difference(bench.model, result, temperature) for result in results) < TOLERANCE
         assert all(set(result.policy_versions) == {bench.version} for result in results)
         assert {(result.finish_reason, result.worker) for result in results} == {("length", "rollout-0")}
+    assert await bench.llm.collective_rpc(is_taken_apart) == [False], "but for the first load"
 
 
 async def test_canary_equals_transformers_whether_the_gate_is_open_or_closed(bench: Bench) -> None:
