@@ -125,12 +125,28 @@ class ReplayBufferActor:
     @ray.method(num_returns=2)  # type: ignore[untyped-decorator]  # Ray's decorators have no types
     def lease(self, step: int, per_task: dict[str, int]) -> tuple[Lease[None] | None, PackedGroups | None]:
         """Return the lease and its batch as two objects, so that the caller need not fetch the batch."""
-        lease = _now(self._buffer.lease(step, per_task))
+        lease = self._leased(step, per_task)
+        return (None, None) if lease is None else (lease.with_batch(None), lease.batch)
+
+    def then_counts(self, method: str, *args: Any) -> tuple[Any, BufferCounts]:
+        """See ReplayBuffer.then_counts."""
+        return getattr(self, method)(*args), self.counts()
+
+    @ray.method(num_returns=2)  # type: ignore[untyped-decorator]  # Ray's decorators have no types
+    def lease_then_counts(
+        self, step: int, per_task: dict[str, int]
+    ) -> tuple[tuple[Lease[None] | None, BufferCounts], PackedGroups | None]:
+        """Return the lease with the counts after it, and its batch as an object of its own."""
+        lease = self._leased(step, per_task)
         if lease is None:
-            return None, None
-        if self._kept is not None:
+            return (None, self.counts()), None
+        return (lease.with_batch(None), self.counts()), lease.batch
+
+    def _leased(self, step: int, per_task: dict[str, int]) -> Lease[PackedGroups] | None:
+        lease = _now(self._buffer.lease(step, per_task))
+        if lease is not None and self._kept is not None:
             self._kept.keep(step, lease.batch)
-        return lease.with_batch(None), lease.batch
+        return lease
 
     def acknowledge(self, step: int) -> tuple[GroupKey, ...]:
         """See ReplayBuffer.acknowledge. Its batch is on disk then."""
@@ -187,6 +203,14 @@ class RemoteBuffer(RemotePool):
         """See ReplayBuffer.lease; the batch stays in the object store."""
         lease, batch_ref = await self._call("lease", step, per_task)
         return None if lease is None else lease.with_batch(batch_ref)
+
+    async def then_counts(self, method: str, *args: Any) -> tuple[Any, BufferCounts]:
+        """See ReplayBuffer.then_counts; a lease's batch stays in the object store."""
+        if method != "lease":
+            answer: tuple[Any, BufferCounts] = await self._call("then_counts", method, *args)
+            return answer
+        (lease, counts), batch_ref = await self._call("lease_then_counts", *args)
+        return (None if lease is None else lease.with_batch(batch_ref)), counts
 
     def as_role(self) -> Buffer[Ref[PackedGroups]]:
         """Return it as what it is to production."""

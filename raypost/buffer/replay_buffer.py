@@ -335,6 +335,10 @@ class ReplayBuffer:
         self._check_whole()
         return self.state.counts(self._expiry.tasks, self._bounds)
 
+    async def then_counts(self, method: str, *args: Any) -> tuple[Any, BufferCounts]:
+        """Return the answer to a call, and the counts after it."""
+        return await getattr(self, method)(*args), await self.counts()
+
     # ---------------------------------------------------------------- changes
 
     def _commit(self, change: Change, packed: PackedGroups | None = None) -> list[GroupKey]:

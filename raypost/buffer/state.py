@@ -104,7 +104,14 @@ class BufferState:
         room = None
         if bounds.max_groups is not None:
             room = max(0, bounds.max_groups - sum(sum(one.values()) for one in groups.values()))
-        return BufferCounts(groups=groups, nbytes=pinned, is_full=self.full, room=room, oldest=oldest)
+        return BufferCounts(
+            groups=groups,
+            nbytes=pinned,
+            is_full=self.full,
+            room=room,
+            oldest=oldest,
+            expires_at=self.index.expires_at(),
+        )
 
     def is_beyond(self, bounds: BufferBounds) -> bool:
         """Return whether the groups reach the high-water marks; if the buffer was full, the low ones."""

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from raypost.types import GroupKey, Status
+from raypost.types.staleness import NEVER
 
 
 class StoredGroup(NamedTuple):
@@ -38,7 +39,15 @@ _Rank = tuple[int, int, GroupKey]
 class _Bucket:
     ranks: list[_Rank] = field(default_factory=list)
     oldest: Counter[int] = field(default_factory=Counter)
+    expires_at: Counter[int] = field(default_factory=Counter)
     nbytes: int = 0
+
+    def count(self, group: StoredGroup, by: int) -> None:
+        self.nbytes += by * group.nbytes
+        for counter, value in ((self.oldest, group.oldest), (self.expires_at, group.expires_at)):
+            counter[value] += by
+            if not counter[value]:
+                del counter[value]
 
 
 class StatusIndex:
@@ -52,8 +61,7 @@ class StatusIndex:
         """Add a group that stands under no status."""
         bucket = self._buckets.setdefault((group.key[0], status), _Bucket())
         insort(bucket.ranks, self._rank(group))
-        bucket.oldest[group.oldest] += 1
-        bucket.nbytes += group.nbytes
+        bucket.count(group, 1)
 
     def remove(self, group: StoredGroup, status: Status) -> None:
         """Remove a group that stands under `status`."""
@@ -62,10 +70,7 @@ class StatusIndex:
         at = bisect_left(bucket.ranks, rank)
         assert bucket.ranks[at] == rank
         del bucket.ranks[at]
-        bucket.oldest[group.oldest] -= 1
-        if not bucket.oldest[group.oldest]:
-            del bucket.oldest[group.oldest]
-        bucket.nbytes -= group.nbytes
+        bucket.count(group, -1)
 
     def keys(self, task: str, status: Status) -> Iterator[GroupKey]:
         """Yield the groups of one task and status, in order. The index may not change meanwhile."""
@@ -87,6 +92,15 @@ class StatusIndex:
         """Return how many groups of one task and status have each version as that of their oldest token."""
         bucket = self._buckets.get((task, status))
         return dict(bucket.oldest) if bucket else {}
+
+    def expires_at(self) -> int:
+        """Return the first train step at which a group expires that is neither leased nor handed out."""
+        here = (
+            bucket.expires_at
+            for (_, status), bucket in self._buckets.items()
+            if status not in (Status.ARCHIVED, Status.INIT)
+        )
+        return min((step for steps in here for step in steps), default=NEVER)
 
     def _rank(self, group: StoredGroup) -> _Rank:
         return (group.oldest, group.sequence, group.key)

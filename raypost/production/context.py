@@ -33,6 +33,7 @@ from raypost.types import (
     AgentLoop,
     Buffer,
     BufferCounts,
+    ExpiredGroup,
     Group,
     GroupCounts,
     GroupKey,
@@ -366,7 +367,9 @@ class ProduceContext:
         """
         if train_step == self._refreshed_at:
             return
-        gone = await self.buffer.refresh(train_step, self.next_claim())
+        gone: list[ExpiredGroup] = []
+        if train_step >= (await self.buffer.counts()).expires_at:
+            gone = await self.buffer.refresh(train_step, self.next_claim())
         self._refreshed_at = train_step
         await self._forget([expired.key for expired in gone])
         if gone:

@@ -1,4 +1,4 @@
-"""counted: the replay buffer as production sees it, whose counts are asked for once after each change.
+"""counted: the replay buffer as production sees it, whose counts come with the answer to whatever may change them.
 
 Production asks for them at every turn, and is the only one that moves groups: what it did not change is as it was. A
 call to the buffer is a round trip to another process. All calls are made under production's lock.
@@ -12,8 +12,8 @@ from typing import Any, TypeVar, cast
 from raypost.types import Buffer, BufferCounts
 
 BatchT = TypeVar("BatchT")
-CHANGES_NOTHING = ("lease", "refresh", "pop", "acknowledge")
-"""Calls that changed nothing if they return nothing."""
+MOVES = ("put", "refresh", "pop", "drop", "lease", "acknowledge")
+"""Calls that production makes again and again."""
 
 
 def counted(buffer: Buffer[BatchT]) -> Buffer[BatchT]:
@@ -42,14 +42,12 @@ class _Counted:
         return self._counts
 
     def __getattr__(self, method: str) -> Callable[..., Coroutine[Any, Any, Any]]:
-        call = getattr(self._buffer, method)
-
         async def called(*args: Any) -> Any:
             # Forgotten before the call: one that raises may have run.
-            before, self._counts = self._counts, None
-            answer = await call(*args)
-            if not answer and method in CHANGES_NOTHING:
-                self._counts = before
+            self._counts = None
+            if method not in MOVES:
+                return await getattr(self._buffer, method)(*args)
+            answer, self._counts = await self._buffer.then_counts(method, *args)
             return answer
 
         return called

@@ -71,7 +71,10 @@ class BatchTaker(Generic[BatchT]):
         sizes = await self._sizes(wanted)
         if self._pending.gate_open and await self._is_owed(step, wanted):
             return None
-        lease = await self._buffer.lease(step, sizes)
+        there = await self._completed()
+        lease = None
+        if all(there[task] >= groups for task, groups in sizes.items()):
+            lease = await self._buffer.lease(step, sizes)
         if lease is not None:
             return await self._consume(lease, since_s), lease.batch
         if self._pending.gate_open and not any(sizes.values()):

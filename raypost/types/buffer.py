@@ -95,6 +95,8 @@ class BufferCounts:
     """Groups until the high-water mark; None: there is no such mark."""
     oldest: dict[str, dict[Status, dict[int, int]]] = field(default_factory=dict)
     """COMPLETED and ABORTED groups of each task by the version of their oldest token, NEVER without one."""
+    expires_at: int
+    """First train step at which `refresh` finds something expired; NEVER: at none."""
 
 
 class OpenLease(NamedTuple):
@@ -179,6 +181,10 @@ class Buffer(Protocol[BatchT_co]):
 
     async def counts(self) -> BufferCounts:
         """Return groups and bytes by task and status, and whether the buffer is full."""
+        ...
+
+    async def then_counts(self, method: str, *args: Any) -> tuple[Any, BufferCounts]:
+        """Return the answer to one of the calls above, and the counts after it, in one round trip."""
         ...
 
     async def state_dict(self) -> dict[str, Any]:

@@ -27,7 +27,17 @@ from raypost.production.pending import PendingSet
 from raypost.production.producer import Producer, TaskRuntime
 from raypost.production.progress import ProduceProgress
 from raypost.production.strategy import AsyncProduceStrategy, build_strategy
-from raypost.types import BufferBounds, Group, GroupKey, Lease, RolloutState, SampleParams, Status, TakeStatus
+from raypost.types import (
+    BufferBounds,
+    BufferCounts,
+    Group,
+    GroupKey,
+    Lease,
+    RolloutState,
+    SampleParams,
+    Status,
+    TakeStatus,
+)
 from raypost.types.packed import PackedGroups
 from raypost.types.pause import PauseMode
 from tests.unit.prompts import STOP, Numbers, encode
@@ -299,6 +309,9 @@ class SealedBuffer(SlowBuffer):
     async def lease(self, step: int, per_task: dict[str, int]) -> Lease[Sealed] | None:
         lease = await self._buffer.lease(step, per_task)
         return None if lease is None else lease.with_batch(Sealed())
+
+    async def then_counts(self, method: str, *args: Any) -> tuple[Any, BufferCounts]:
+        return await getattr(self, method)(*args), await self.counts()
 
 
 def task_config(

@@ -34,6 +34,7 @@ from raypost.types.packed import (
     slice_groups,
     unpack_groups,
 )
+from raypost.types.staleness import NEVER
 from tests.unit.buffer_groups import counts, group, ids, lease_ids, now, only, put, same_bytes
 
 COMPLETED, ABORTED, EXPIRED, ARCHIVED = Status.COMPLETED, Status.ABORTED, Status.EXPIRED, Status.ARCHIVED
@@ -787,3 +788,20 @@ def test_details_from_a_file_run_no_code(tmp_path: Path) -> None:
         with pytest.raises(ValueError, match="these bytes are no "):
             unpack_groups(packed)
     assert list(tmp_path.iterdir()) == []
+
+
+async def test_counts_say_when_the_next_group_expires_that_is_neither_leased_nor_handed_out() -> None:
+    buffer = ReplayBuffer({"default": TaskLimits(2)})
+
+    async def expires_at() -> int:
+        return (await buffer.counts()).expires_at
+
+    assert await expires_at() == NEVER
+    await buffer.put(pack_groups([group(0, [1]), group(1, [3]), group(2, [2], status=Status.ABORTED)]), 2)
+    assert await expires_at() == 1 + 1 + 2
+    assert await buffer.lease(2, {"default": 1}) is not None
+    assert await expires_at() == 2 + 1 + 2
+    assert await buffer.pop("default", [Status.ABORTED], 1, 1) is not None
+    assert await expires_at() == 3 + 1 + 2
+    assert await buffer.refresh(5) == [] and len(await buffer.refresh(6)) == 1
+    assert await expires_at() == NEVER

@@ -411,6 +411,10 @@ class BufferMachine(RuleBasedStateMachine):
             for status in KEPT:
                 assert list(self.buffer.state.index.keys(task, status)) == self.model.stored(task, status)
         assert found.is_full == self.model.full
+        here = [stored.group for stored in self.model.groups.values() if stored.place == "stored"]
+        for step in range(self.step + 5):
+            expires = any(any(self.model.expired_members(one, step)) for one in here)
+            assert expires == (step >= found.expires_at), "a refresh is not asked for without need"
 
     @invariant()
     def holds_no_group_that_ended(self) -> None:
