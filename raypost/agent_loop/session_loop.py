@@ -38,7 +38,7 @@ from raypost.data.tokenizer import Tokenizer
 from raypost.errors import AlignmentError, Boundary, blame
 from raypost.observe import waits
 from raypost.types import SESSION, GenerateResult, Generator, Group, IntArray, Judge, RolloutState, Status
-from raypost.types.packed import DENSE
+from raypost.types.rollout import TOKEN_ARRAYS
 from raypost.types.turns import TURNS, Turn, record_turns
 
 ANSWER = "raypost.answer"
@@ -306,7 +306,7 @@ def _branches(state: RolloutState, record: SessionRecord) -> list[RolloutState]:
     if len(leaves) > 1:
         state.metadata = {**state.metadata, SESSION: f"{state.group_id}/{state.sample_index}"}
     *branches, last = record.trajectories(state)
-    for name in DENSE:
+    for name in TOKEN_ARRAYS:
         setattr(state, name, getattr(last, name))
     for one, leaf in zip((*branches, state), leaves, strict=True):
         _record_turns(one, leaf.path(), record.num_dropped_tokens if one is state else 0)

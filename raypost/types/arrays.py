@@ -1,4 +1,9 @@
-"""Arrays of tokens, and references to what lies in Ray's object store."""
+"""Arrays of tokens, their bytes in a record that travels, and references to what lies in Ray's object store.
+
+An array that is pickled by itself costs both sides microseconds: of records that travel by the hundred, `__reduce_ex__`
+gives the bytes of their arrays. What is read from them cannot be written to, as what Ray gives cannot. Copies, which
+ask for an older protocol than pickle's 5, are made as of any other object.
+"""
 
 from __future__ import annotations
 
@@ -30,6 +35,11 @@ class Ref(Protocol[T_co]):
     def __await__(self) -> Generator[Any, None, T_co]:
         """Fetch the value."""
         ...
+
+
+def bytes_of(array: NDArray[Any], dtype: type[np.generic]) -> bytes:
+    """Return the values of an array as that type has them."""
+    return np.asarray(array, dtype).tobytes()
 
 
 def empty_ints() -> IntArray:

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
-from raypost.types.arrays import FloatArray, IntArray, Ref, empty_floats, empty_ints
+import numpy as np
+
+from raypost.types.arrays import FloatArray, IntArray, Ref, bytes_of, empty_floats, empty_ints
 from raypost.types.packed import PackedGroups
 from raypost.types.rollout import Group, GroupKey, RolloutState, SampleParams
 
@@ -27,6 +29,25 @@ class GenerateRequest:
     group: str | None = None
     """Of requests that are made at once, and of whose answers none is of use without the others: they may come
     together, which costs less. None: the answer is wanted at once."""
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Pickle the array as bytes, see arrays.py."""
+        if protocol < 5:
+            return object.__reduce_ex__(self, protocol)
+        ids = bytes_of(self.token_ids, np.int32)
+        return _request_of, (self.request_id, ids, self.sample_params, self.priority, self.group)
+
+
+def _request_of(
+    request_id: str, ids: bytes, params: SampleParams, priority: int, group: str | None
+) -> GenerateRequest:
+    return GenerateRequest(
+        request_id=request_id,
+        token_ids=np.frombuffer(ids, np.int32),
+        sample_params=params,
+        priority=priority,
+        group=group,
+    )
 
 
 class Work(NamedTuple):
@@ -50,6 +71,16 @@ class GenerateResult:
     left: Work | None = None
     """What the worker had to do besides when it answered; None: it did not say."""
 
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Pickle the arrays as bytes, see arrays.py."""
+        if protocol < 5:
+            return object.__reduce_ex__(self, protocol)
+        ids, logprobs = bytes_of(self.response_ids, np.int32), bytes_of(self.logprobs, np.float32)
+        versions = bytes_of(self.policy_versions, np.int32)
+        return _result_of, (
+            ids, logprobs, versions, self.finish_reason, self.worker, self.error, self.left
+        )  # fmt: skip
+
     @classmethod
     def nothing(cls, finish_reason: str, worker: str = "", error: str | None = None) -> GenerateResult:
         """Return a result without tokens, for a request that was refused ("abort") or failed ("error")."""
@@ -61,6 +92,26 @@ class GenerateResult:
             worker=worker,
             error=error,
         )
+
+
+def _result_of(
+    ids: bytes,
+    logprobs: bytes,
+    versions: bytes,
+    finish_reason: str,
+    worker: str,
+    error: str | None,
+    left: Work | None,
+) -> GenerateResult:
+    return GenerateResult(
+        response_ids=np.frombuffer(ids, np.int32),
+        logprobs=np.frombuffer(logprobs, np.float32),
+        policy_versions=np.frombuffer(versions, np.int32),
+        finish_reason=finish_reason,
+        worker=worker,
+        error=error,
+        left=left,
+    )
 
 
 @dataclass(slots=True, kw_only=True, frozen=True)

@@ -21,20 +21,15 @@ from numpy.typing import NDArray
 
 from raypost.types.arrays import FloatArray, IntArray, MaskArray
 from raypost.types.plain import from_bytes, to_bytes
-from raypost.types.rollout import Group, GroupKey, RolloutState, SampleParams, Status
+from raypost.types.rollout import TOKEN_ARRAYS, Group, GroupKey, RolloutState, SampleParams, Status
 
-DENSE = {
-    "prompt_ids": np.int32,
-    "response_ids": np.int32,
-    "logprobs": np.float32,
-    "policy_versions": np.int32,
-    "response_mask": np.bool_,
-}
-"""Token arrays of a RolloutState, and their types."""
-_RESPONSE = tuple(DENSE)[1:]
+_RESPONSE = tuple(TOKEN_ARRAYS)[1:]
 _FACTS = ("task", "group_id", "sample_index", "status", "num_aborts")
 _LEAD = ("metadata", "sample_params")
-_DETAILS = (*_LEAD, *(name for name in RolloutState.__slots__ if name not in (*DENSE, *_FACTS, *_LEAD)))
+_DETAILS = (
+    *_LEAD,
+    *(name for name in RolloutState.__slots__ if name not in (*TOKEN_ARRAYS, *_FACTS, *_LEAD)),
+)
 _details_of = attrgetter(*_DETAILS)
 _PARAMS = SampleParams.__slots__
 _params_of = attrgetter(*_PARAMS)
@@ -192,7 +187,7 @@ def pack_groups(groups: Sequence[Group]) -> PackedGroups:
         name: np.concatenate([np.empty(0, dtype), *(getattr(state, name) for state in states)]).astype(
             dtype, copy=False
         )
-        for name, dtype in DENSE.items()
+        for name, dtype in TOKEN_ARRAYS.items()
     }
     offsets = _offsets([len(state.response_ids) for state in states])
     runs = _runs(columns.pop("policy_versions"), columns.pop("response_mask"), offsets)

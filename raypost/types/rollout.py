@@ -19,7 +19,15 @@ from typing import Any
 import numpy as np
 
 from raypost.errors import AlignmentError
-from raypost.types.arrays import FloatArray, IntArray, MaskArray, empty_floats, empty_ints, empty_mask
+from raypost.types.arrays import (
+    FloatArray,
+    IntArray,
+    MaskArray,
+    bytes_of,
+    empty_floats,
+    empty_ints,
+    empty_mask,
+)
 
 
 class Status(StrEnum):
@@ -118,6 +126,13 @@ class RolloutState:
         """Raise AlignmentError unless the four response fields have one length."""
         self.check_aligned()
 
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Pickle the arrays as bytes, see arrays.py."""
+        if protocol < 5:
+            return object.__reduce_ex__(self, protocol)
+        tokens = [bytes_of(getattr(self, name), dtype) for name, dtype in TOKEN_ARRAYS.items()]
+        return _state_of, (*tokens, _rest_of(self))
+
     @property
     def num_tokens(self) -> int:
         """Length T of the response so far."""
@@ -176,6 +191,27 @@ class RolloutState:
         self.finish_reason = None
         self.error = None
         self.worker = ""
+
+
+TOKEN_ARRAYS: dict[str, type[np.generic]] = {
+    "prompt_ids": np.int32,
+    "response_ids": np.int32,
+    "logprobs": np.float32,
+    "policy_versions": np.int32,
+    "response_mask": np.bool_,
+}
+"""Token arrays of a RolloutState, and their types."""
+_REST = [name for name in RolloutState.__slots__ if name not in TOKEN_ARRAYS]
+_rest_of = attrgetter(*_REST)
+
+
+def _state_of(*parts: Any) -> RolloutState:
+    state, (*tokens, rest) = object.__new__(RolloutState), parts
+    for (name, dtype), data in zip(TOKEN_ARRAYS.items(), tokens, strict=True):
+        setattr(state, name, np.frombuffer(data, dtype))
+    for name, value in zip(_REST, rest, strict=True):
+        setattr(state, name, value)
+    return state
 
 
 _GROUP_PRIORITY = (Status.FAILED, Status.ABORTED, Status.EXPIRED, Status.FILTERED)

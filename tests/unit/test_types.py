@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
+import pickle
+from typing import Any
 
 import numpy as np
 import pytest
@@ -10,7 +13,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from raypost.errors import AlignmentError
-from raypost.types import Group, GroupCounts, RolloutState, Status, group_status, status_of_finish
+from raypost.types import (
+    GenerateRequest,
+    GenerateResult,
+    Group,
+    GroupCounts,
+    RolloutState,
+    SampleParams,
+    Status,
+    Work,
+    group_status,
+    status_of_finish,
+)
 from raypost.types.packed import pack_groups, unpack_groups
 from tests.unit.production import group, state
 
@@ -113,3 +127,39 @@ def test_packing_keeps_every_field_of_every_member(shapes: list[list[list[int]]]
     after = unpack_groups(pack_groups(before))
     assert len(after) == len(before)
     assert all(_equal(a, b) for a, b in zip(before, after, strict=True))
+
+
+def travelling() -> list[Any]:
+    ids = np.arange(3, dtype=np.int32)
+    one = group(7, [1]).states[0]
+    one.append_segment(ids, -ids.astype(np.float32), ids + 1, np.asarray([True, False, True]))
+    one.metadata, one.error, one.reward_parts = {"answer": [4]}, "why", {"format": 1.0}
+    request = GenerateRequest(
+        request_id="a/1/2/b",
+        token_ids=ids,
+        sample_params=SampleParams(max_tokens=9),
+        priority=-1,
+        group="a/1",
+    )
+    result = GenerateResult(
+        response_ids=ids, logprobs=-ids.astype(np.float32), policy_versions=ids + 1, finish_reason="stop",
+        worker="rollout-0", error="why", left=Work(3, 40),
+    )  # fmt: skip
+    return [one, request, result]
+
+
+@pytest.mark.parametrize("one", travelling(), ids=lambda one: type(one).__name__)
+def test_what_travels_keeps_every_field_and_sends_no_array_by_itself(one: Any) -> None:
+    by_itself: list[pickle.PickleBuffer] = []
+    there = pickle.loads(pickle.dumps(one, 5, buffer_callback=by_itself.append))
+    assert by_itself == [] and type(there) is type(one)
+    for copied in (there, copy.deepcopy(one)):
+        for field in dataclasses.fields(one):
+            mine, theirs = getattr(one, field.name), getattr(copied, field.name)
+            np.testing.assert_equal(theirs, mine)
+            assert type(theirs) is type(mine)
+            assert not isinstance(mine, np.ndarray) or theirs.dtype == mine.dtype
+    arrays = [
+        value for value in (getattr(copied, name) for name in one.__slots__) if isinstance(value, np.ndarray)
+    ]
+    assert arrays and all(array.flags.writeable for array in arrays), "a copy may be changed"
