@@ -36,12 +36,15 @@ log = logging.getLogger(__name__)
 
 POLL_S = 2.0
 SAMPLE_S = 5.0
-"""Between two looks at the memory, and at which gauges are set again: half of the interval at which Ray reads them."""
+"""Between two questions for all of METHODS and looks at the memory, after which gauges are set again: half of the
+interval at which Ray reads them. Each question costs its two processes some two milliseconds of computing."""
 DEADLINE_S = 5.0
 SAMPLES_S = 30.0
 """Longest time that a batch may take to come for its samples."""
 METHODS = ("drain_spans", "drain_figures", "stats", "counts", "states")
 """What is asked of every source that has it."""
+OFTEN = "drain_figures"
+"""That of them which is asked every POLL_S, since its answers are figures of the step at hand."""
 
 
 class Telemetry:
@@ -169,13 +172,18 @@ class Telemetry:
 
     async def _poll_for_ever(self) -> None:
         while True:
-            await self._poll()
+            is_due = time.monotonic() - self._sampled_s >= self._sample_s
+            await self._poll(METHODS if is_due else (OFTEN,))
+            if is_due:
+                self._sampled_s = time.monotonic()
+                await self._sample()
             await asyncio.sleep(self._poll_s)
 
-    async def _poll(self) -> None:
+    async def _poll(self, methods: Sequence[str] = METHODS) -> None:
         """Ask every source once; answers that come after the deadline are read by a later poll."""
         for call in self._methods.keys() - self._asked.keys():
-            self._asked[call] = asyncio.create_task(self._ask(call), name=".".join(call))
+            if call[1] in methods:
+                self._asked[call] = asyncio.create_task(self._ask(call), name=".".join(call))
         if self._asked:
             await asyncio.wait(self._asked.values(), timeout=self._deadline_s)
         for call, task in list(self._asked.items()):
@@ -187,9 +195,6 @@ class Telemetry:
                 self._take(*call, task.result())
             except RayError as error:
                 self._missed(call, type(error).__name__)
-        if time.monotonic() - self._sampled_s >= self._sample_s:
-            self._sampled_s = time.monotonic()
-            await self._sample()
 
     async def _ask(self, call: tuple[str, str]) -> Any:
         return await self._methods[call].remote()
