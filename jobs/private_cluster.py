@@ -239,6 +239,8 @@ class PrivateCluster:
             "include-dashboard": str(self.dashboard).lower(),
             "dashboard-host": "127.0.0.1",
             "dashboard-port": 0,
+            # It looks at every log ten times a second, to print it at drivers that ask for that: none of ours does.
+            "include-log-monitor": "false",
             "temp-dir": self._folder / "r",
             "num-cpus": self.num_cpus,
             "object-store-memory": self.object_store_memory,

@@ -68,7 +68,8 @@ class Roles:
     evaluation_broadcaster: BroadcasterRole | None
     """Brings weights to the engines that are evaluation's own; None: it uses production's."""
     producer: ProducerRole
-    evaluator: EvaluatorRole
+    evaluator: EvaluatorRole | None
+    """None: there is nothing to evaluate."""
     telemetry: TelemetryRole
     gang: GangRecovery
     """Brings the trainer's ranks back."""
@@ -310,12 +311,13 @@ class Roles:
         while production goes on.
         """
         await self.evaluated()
-        if self.cfg.eval.num_prompts == 0 or self.stop.is_set():
+        if self.evaluator is None or self.cfg.eval.num_prompts == 0 or self.stop.is_set():
             return
         if self.evaluation_broadcaster is not None:
             self.checkpoints.await_score(step)
             await self.evaluation_broadcaster.broadcast(step)
-        self._evaluation = asyncio.create_task(self._score(step), name=f"evaluation of step {step}")
+        scoring = self._score(self.evaluator, step)
+        self._evaluation = asyncio.create_task(scoring, name=f"evaluation of step {step}")
         if self.evaluation_broadcaster is None:
             await self.evaluated()
 
@@ -331,8 +333,8 @@ class Roles:
             log.warning("a stop was asked for: %s", stop)
         self._evaluation = None
 
-    async def _score(self, step: int) -> None:
-        scores = await self.evaluator.evaluate(step)
+    async def _score(self, evaluator: EvaluatorRole, step: int) -> None:
+        scores = await evaluator.evaluate(step)
         self.checkpoints.record_score(step, scores.get(metrics.HELD_OUT))
         if metrics.HELD_OUT in scores:
             self._last[metrics.HELD_OUT] = scores[metrics.HELD_OUT]

@@ -103,9 +103,10 @@ async def _start(launcher: Launcher, census: Census, stop: asyncio.Event, displa
     buffer = launcher.buffer()
     producer = launcher.producer(agents, buffer.as_role(), pool)
     broadcaster = launcher.broadcaster(trainer, pool)
-    pools, evaluation_broadcaster = [Pool(pool, broadcaster)], None
+    pools, evaluator, evaluation_broadcaster = [Pool(pool, broadcaster)], None, None
     if own_pool is None:
-        evaluator = launcher.evaluator(agents, pool)
+        if cfg.eval.num_prompts:
+            evaluator = launcher.evaluator(agents, pool)
     else:
         evaluation_broadcaster = launcher.broadcaster(trainer, own_pool, evaluation=True)
         pools.append(Pool(own_pool, evaluation_broadcaster))

@@ -19,7 +19,7 @@ from tests.jobs.job import Job
 STALL_S = 5.0
 ROLES = (
     "driver", "producer", "rollout-controller", "rollout-0", "agent-loop-0", "judge-0", "replay-buffer", "trainer-0",
-    "weight-broadcaster", "evaluator", "telemetry",
+    "weight-broadcaster", "telemetry",
 )  # fmt: skip
 
 
@@ -50,6 +50,7 @@ def test_whoever_is_stopped_is_named_by_the_doctor_and_by_the_run(
     try:
         job.until_step(3)
         stopped = {role: process_of(job.run_dir, role) for role in ROLES}
+        assert not (job.run_dir / PROCESSES / "evaluator.json").exists(), "there is nothing to evaluate"
         engine = max(stopped["rollout-0"].children(recursive=True), key=lambda one: one.memory_info().rss)
         stopped["the engine of rollout-0"] = engine
         for role, process in stopped.items():
