@@ -136,12 +136,14 @@ class Roles:
     async def acknowledge(self, step: int) -> None:
         """Record that the batch of `step` is trained, but for what the trainer left out.
 
-        Where a sync follows, its version is prepared meanwhile; what needs it, or the ranks, waits for that.
+        Where a sync follows, this ends at once: the record is made while the version is prepared, and what needs that,
+        or the ranks, waits for both.
         """
-        if self.cfg.sync_due(step):
-            begun = self.broadcaster.prepare(step)
-            self._preparing = asyncio.create_task(begun, name=f"preparation of version {step}")
-        await self.producer.acknowledge(step, await self.trainer.left_out())
+        acknowledged = self.producer.acknowledge(step, self.trainer.left_out)
+        if not self.cfg.sync_due(step):
+            return await acknowledged
+        begun = _both(self.broadcaster.prepare(step), acknowledged)
+        self._preparing = asyncio.create_task(begun, name=f"preparation of version {step}")
 
     async def while_producing(self, work: Awaitable[T]) -> T:
         """Return the result of `work`. Raises what ended production before it, and StoppedError on a stop."""
@@ -381,6 +383,11 @@ class Roles:
             counts = None  # nothing was restored or begun: what the run counted before stands
         report = await self.telemetry.finish(status, error, counts)
         self.display.finish(report, self.cfg.run_dir)
+
+
+async def _both(first: Awaitable[None], second: Awaitable[None]) -> None:
+    """Wait for two calls that are made at once. Raises the first failure."""
+    await asyncio.gather(first, second)
 
 
 async def _bounded(failed: str, work: Awaitable[T]) -> T | None:

@@ -100,11 +100,13 @@ class WeightBroadcaster:
         async with self._preparing:
             if self._prepared is None or self._prepared.manifest.version != version:
                 start = time.monotonic()
-                manifest, buckets = await self._trainer.publish(version)
+                (manifest, buckets), members = await asyncio.gather(
+                    self._trainer.publish(version), self._transport.members()
+                )
                 manifest = replace(manifest, epoch=self._epochs.get(version, 0))
                 published = time.monotonic()
                 expected, brought = await asyncio.gather(
-                    self._canary_of_trainer(), self._transport.bring(manifest, buckets)
+                    self._canary_of_trainer(), self._transport.bring(manifest, buckets, members)
                 )
                 self._prepared = PreparedVersion(
                     manifest, buckets, expected, brought, published - start, time.monotonic() - start

@@ -30,7 +30,7 @@ import ray
 from ray.actor import ActorHandle
 
 from actors.training.ranks import Ranks
-from actors.training.worker import RankFacts
+from actors.training.worker import RankFacts, TrainedStep
 from raypost.config import Config
 from raypost.errors import RankLostError, RaypostError
 from raypost.types import FloatArray, GroupKey, IntArray, Reference
@@ -101,6 +101,8 @@ class TrainerGroup(Ranks):
         """The arguments of `begin_from`, if it was called."""
         self.step = 0
         """The last step that was trained or restored."""
+        self.left_out: dict[GroupKey, str] = {}
+        """Groups of the step trained last that were not trained, and why."""
 
     def __repr__(self) -> str:
         """Return the name that logs and errors use."""
@@ -162,15 +164,11 @@ class TrainerGroup(Ranks):
         step = self.step + 1 if step is None else step
         if self.critic is not None or self._reference is not None:
             return await self._fit_call_by_call(batch_ref, step)
-        metrics: dict[str, float] = (await self.each("fit", batch_ref, step))[0]
-        self.step = step
-        return metrics
+        return self._trained(step, await self.each("fit", batch_ref, step))
 
-    @_guarded
-    async def left_out(self) -> dict[GroupKey, str]:
-        """Return the groups of the last step that were not trained, and why."""
-        found: dict[GroupKey, str] = await self.first("left_out")
-        return found
+    def _trained(self, step: int, ranks: Sequence[TrainedStep]) -> dict[str, float]:
+        self.step, self.left_out = step, ranks[0].left_out
+        return ranks[0].metrics
 
     async def _fit_call_by_call(self, batch_ref: ray.ObjectRef, step: int) -> dict[str, float]:
         """Make the calls of a step one by one.
@@ -242,10 +240,8 @@ class TrainerGroup(Ranks):
         `TrainConfig.needs_old_logprobs` and `needs_ref_logprobs` say which refs are required.
         """
         step = self.step + 1 if step is None else step
-        metrics: dict[str, float]
-        metrics = (await self.each("train", batch_ref, step, advantages, old_logprobs, ref_logprobs))[0]
-        self.step = step
-        return metrics
+        trained = await self.each("train", batch_ref, step, advantages, old_logprobs, ref_logprobs)
+        return self._trained(step, trained)
 
     @_guarded
     async def train_values(

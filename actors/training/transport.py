@@ -65,14 +65,21 @@ class Transport:
         """Forget the group: its rank 0 was started again."""
         self._seats, self._out, self._node = None, None, ""
 
-    async def bring(self, manifest: Manifest, buckets: list[Ref[Bytes]]) -> Brought:
-        """Have every live engine stage a version. Raises WeightError if it does not come by the object store either."""
+    async def members(self) -> list[Member]:
+        """Return the engines that the next version goes to by a group, if it goes by one; to be asked for meanwhile."""
+        return [] if self._wanted == "object_store" else await self._pool.members()
+
+    async def bring(self, manifest: Manifest, buckets: list[Ref[Bytes]], members: list[Member]) -> Brought:
+        """Have every live engine stage a version; `members`: what the method of that name returned.
+
+        Raises WeightError if it does not come by the object store either.
+        """
         begin, failed, seats = time.monotonic(), "", None
         if self._skip > 0:
             self._skip -= 1
             failed = f"not tried, since it failed {self._failures} times in a row"
         else:
-            seats = await self._group(manifest)
+            seats = await self._group(manifest, members)
         if seats is not None:
             failed = await self._broadcast(manifest, buckets, seats)
             if not failed:
@@ -83,10 +90,9 @@ class Transport:
         self._out = manifest
         return _brought(manifest, "object_store", begin, known, failed)
 
-    async def _group(self, manifest: Manifest) -> Seats | None:
+    async def _group(self, manifest: Manifest, members: list[Member]) -> Seats | None:
         """Return the group by which the version goes, opened if the pool is another one; None: by the object store."""
         wanted = self._wanted
-        members = [] if wanted == "object_store" else await self._pool.members()
         if not members:
             return None
         if wanted == "auto":

@@ -59,6 +59,14 @@ class Publication(NamedTuple):
     buckets: list[ray.ObjectRef]
 
 
+class TrainedStep(NamedTuple):
+    """What one train step of the policy came to."""
+
+    metrics: dict[str, float]
+    left_out: dict[GroupKey, str]
+    """Groups that were not trained, and why."""
+
+
 class RankFacts(NamedTuple):
     """The process of a rank."""
 
@@ -175,14 +183,10 @@ class TrainerWorker(Once):
             raise RaypostError(f"{self!r} is no critic: it has no values")
         return self._ready
 
-    def fit(self, packed: PackedGroups, step: int) -> dict[str, float]:
+    def fit(self, packed: PackedGroups, step: int) -> TrainedStep:
         """Train on the batch as `step`; a repeated step is not trained again. A collective."""
         with self._spans.span(TRAIN):
-            return self._policy.train(packed, step)
-
-    def left_out(self) -> dict[GroupKey, str]:
-        """Return the groups of the last step that were not trained, and why."""
-        return self._policy.left_out
+            return TrainedStep(self._policy.train(packed, step), self._policy.left_out)
 
     # What another call needs is a second return of rank 0: its ref is passed on without being read.
 
@@ -219,10 +223,11 @@ class TrainerWorker(Once):
         advantages: TokenAdvantages,
         old_logprobs: Column | None,
         ref_logprobs: Column | None,
-    ) -> dict[str, float]:
+    ) -> TrainedStep:
         """Make the policy's optimizer steps on a batch; a repeated step is not trained again. A collective."""
+        inputs = PolicyInputs(advantages, old_logprobs, ref_logprobs)
         with self._spans.span(TRAIN):
-            return self._policy.train(packed, step, PolicyInputs(advantages, old_logprobs, ref_logprobs))
+            return TrainedStep(self._policy.train(packed, step, inputs), self._policy.left_out)
 
     def train_values(
         self, packed: PackedGroups, step: int, advantages: TokenAdvantages, values: TokenValues

@@ -17,7 +17,7 @@ from ray.exceptions import RayActorError
 
 from actors.placement import spawn
 from actors.training.group import TrainerGroup
-from actors.training.worker import CONCURRENCY_GROUPS
+from actors.training.worker import CONCURRENCY_GROUPS, TrainedStep
 from jobs.census import Census
 from jobs.recovery import GangRecovery, Pool, Supervisor
 from raypost.buffer.kept import KeptBatches
@@ -37,7 +37,7 @@ STEPS = 5
 class Mortal(Probe):
     """A rank that ends, or stops, within its next optimizer step where a file says so."""
 
-    def fit(self, packed: PackedGroups, step: int) -> dict[str, float]:
+    def fit(self, packed: PackedGroups, step: int) -> TrainedStep:
         order = Path(os.environ["RAYPOST_TEST_ORDERS"], f"rank-{self._rank}")
         engine: Any = self._policy._engine
         memory = order.with_name("memory")

@@ -887,10 +887,12 @@ async def test_bad_input_is_left_out_and_changes_nothing_for_the_rest(fresh: Tra
             else:
                 state.prompt_ids = np.ones(60, np.int32)
     expected = await fresh.fit(ray.put(pack_groups(good)), 1)
+    assert fresh.left_out == {}
     digest = (await fresh.publish(1))[0].digest
     await each(fresh, "renew")
     metrics = await fresh.fit(ray.put(pack_groups([bad[0], *good[:3], *bad[1:], good[3]])), 1)
     assert metrics["left_out"] == 6 * (4 + 1) and metrics["skipped_steps"] == 0
+    assert sorted(number for _, number in fresh.left_out) == [4, 5, 6, 7, 8, 9]
     assert metrics["loss"] == expected["loss"] and (await fresh.publish(1))[0].digest == digest
 
 

@@ -61,6 +61,10 @@ def between(world: World, transport: str = "gloo") -> Transport:
     return Transport(ends, ends, SyncConfig.model_validate({"transport": transport}))
 
 
+async def bring(transport: Transport, number: int) -> Brought:
+    return await transport.bring(*version(number), await transport.members())
+
+
 @pytest.mark.parametrize(
     ("wanted", "nodes", "way"),
     [
@@ -77,7 +81,7 @@ async def test_the_way_is_what_was_asked_for_or_follows_from_the_nodes(
     wanted: str, nodes: tuple[str, ...], way: str
 ) -> None:
     world = World(*nodes)
-    brought = await between(world, wanted).bring(*version(0))
+    brought = await bring(between(world, wanted), 0)
     assert (brought.transport, brought.failed) == (way, "")
     names = " ".join(f"rollout-{i}" for i in range(len(nodes)))
     assert world.calls == ["stage 0" if way == "object_store" else f"send 0 from 0 by {way} to {names}"]
@@ -85,22 +89,22 @@ async def test_the_way_is_what_was_asked_for_or_follows_from_the_nodes(
 
 async def test_engines_that_share_devices_with_ranks_take_the_object_store_by_themselves() -> None:
     world: Any = World("B")
-    assert (await Transport(world, world, SyncConfig(), True).bring(*version(0))).transport == "object_store"
+    assert (await bring(Transport(world, world, SyncConfig(), True), 0)).transport == "object_store"
 
 
 async def test_a_group_lasts_until_the_pool_changes() -> None:
     world = World("A", "B")
     transport = between(world)
     for number in range(3):
-        await transport.bring(*version(number))
+        await bring(transport, number)
     assert world.opened == 1
     world.pool.append(Member("rollout-2", 0, "B", 2))
-    await transport.bring(*version(3))
+    await bring(transport, 3)
     assert world.opened == 2 and world.calls[-1].endswith("rollout-0 rollout-1 rollout-2")
     world.pool[0] = world.pool[0]._replace(incarnation=1)
-    await transport.bring(*version(4))
+    await bring(transport, 4)
     del world.pool[1]
-    await transport.bring(*version(5))
+    await bring(transport, 5)
     assert world.opened == 4 and world.calls[-1].endswith("to rollout-0 rollout-2")
 
 
@@ -110,18 +114,18 @@ async def test_what_a_group_cannot_bring_comes_by_the_object_store_and_is_said(e
     transport = between(world)
     world.sending = "rank 0 failed: it timed out" if end == "sender" else ""
     world.receiving = WeightError("'w' arrived otherwise") if end == "receiver" else None
-    brought = await transport.bring(*version(0))
+    brought = await bring(transport, 0)
     assert brought.transport == "object_store" and world.calls[-1] == "stage 0"
     assert brought.failed == (world.sending or "'w' arrived otherwise")
     world.sending, world.receiving = "", None
-    assert (await transport.bring(*version(1))).transport == "gloo" and world.opened == 2
+    assert (await bring(transport, 1)).transport == "gloo" and world.opened == 2
 
 
 async def test_a_group_that_fails_again_and_again_is_tried_less_and_less_often() -> None:
     world = World("B")
     world.sending = "it timed out"
     transport = between(world)
-    failed = [(await transport.bring(*version(number))).failed for number in range(100)]
+    failed = [(await bring(transport, number)).failed for number in range(100)]
     assert all(failed) and "not tried, since it failed 2 times in a row" in failed
     places = [number for number, one in enumerate(failed) if one == "it timed out"]
     gaps = [b - a - 1 for a, b in itertools.pairwise(places)]
@@ -132,7 +136,7 @@ async def test_an_error_that_is_not_about_weights_is_not_hidden() -> None:
     world = World("B")
     world.receiving = asyncio.InvalidStateError("a mistake")
     with pytest.raises(asyncio.InvalidStateError):
-        await between(world).bring(*version(0))
+        await bring(between(world), 0)
 
 
 async def test_a_base_is_sent_once_to_each_group() -> None:
@@ -148,7 +152,7 @@ async def test_a_base_is_sent_once_to_each_group() -> None:
         if number == 2:
             world.pool.append(Member("rollout-1", 0, "B", 1))
         manifest, _ = pack_adapters(number, base, factors, {"w": 1.0}, 1 << 20)
-        found.append(await transport.bring(manifest, []))
+        found.append(await transport.bring(manifest, [], await transport.members()))
     assert [one.split()[3] for one in world.calls] == ["0", "1", "0", "1"]
     whole = sum(manifest.bucket_sizes)
     assert [one.nbytes for one in found] == [whole, whole - 16, whole, whole - 16]
@@ -169,7 +173,7 @@ async def test_what_did_not_change_is_sent_to_each_group_once_unless_engines_giv
             world.pool.append(Member("rollout-1", 0, "B", 1))
         tensors = {"rests": np.zeros(64, np.uint8), "moves": np.full(64, number, np.uint8)}
         given = [(name, data, "float32", (16,)) for name, data in tensors.items()]
-        found.append(await transport.bring(*deltas.pack(number, given)))
+        found.append(await transport.bring(*deltas.pack(number, given), await transport.members()))
     first = [0, 0, 0, 0, 0, 0] if shares_devices else [0, 0, 1, 1, 0, 1]
     assert [int(one.split()[3]) for one in world.calls] == first
     assert [(one.nbytes, one.spared) for one in found] == [(128 - 64 * n, 64 * n) for n in first]
