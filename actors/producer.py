@@ -177,10 +177,10 @@ class ProducerActor(Watched):
         """Have the rollout pool serve again, if production is not paused."""
         await (await self._ready()).go_on()
 
-    async def swap(self, version: int) -> None:
-        """Go on with `version`, which the pool has staged."""
+    async def swap(self, version: int, wait_s: float = 0.0) -> None:
+        """Go on with `version`, which the pool has staged, or will have after `wait_s` at most."""
         with self._spans.span("pause"):
-            await (await self._ready()).swap(version, self._control.swap)
+            await (await self._ready()).swap(version, lambda one: self._control.swap(one, wait_s))
 
     async def resize(self, num_slots: int) -> None:
         """Have so many groups in flight as `num_slots` sequences of all engines need."""

@@ -169,14 +169,14 @@ class InTurns:
         await self._producer.resume(version)
         self._served = version
 
-    async def swap(self, version: int) -> None:
+    async def swap(self, version: int, *waits: float) -> None:
         ends = self._turns.ends()
         if ends:  # requests freeze until it is this side's turn again
             await self._producer.pause("keep")
         await self._turns.step_begins_soon()
         if ends:
             await self._producer.resume(self._served)
-        await self._producer.swap(version)
+        await self._producer.swap(version, *waits)
         self._served = version
 
 

@@ -143,15 +143,21 @@ class Launcher:
         bundles = self._bundles("evaluation_worker" if evaluation else "rollout_worker")
         for n, bundle in enumerate(bundles):
             self._add_engine(bundle, n)
-        self._pools[name] = self._role(
-            RolloutPool,
-            cfg.sync.timeout_s,
-            name,
+        self._add(
             RolloutController,
             {bundle.name: bundle.name for bundle in bundles},
             cfg.rollout,
             cfg.sync.timeout_s,
             cfg.sync.canary_tolerance,
+            name=name,
+            max_restarts=-1,
+        )
+        self._pools[name] = remote(
+            [name],
+            RolloutPool,
+            timeout_s=cfg.sync.timeout_s,
+            timeouts_s={"swap": self._swap_s},
+            tries=ROLE_TRIES,
         )
         return self._pools[name]
 
@@ -234,7 +240,7 @@ class Launcher:
         cfg = self.cfg
         return self._role(
             BroadcasterRole,
-            cfg.sync.timeout_s + cfg.train.step_timeout_s,
+            cfg.publish_timeout_s,
             "evaluation-broadcaster" if evaluation else "weight-broadcaster",
             WeightBroadcaster,
             weights,
@@ -294,6 +300,7 @@ class Launcher:
         """Return the producer."""
         cfg = self.cfg
         take_s = cfg.take_timeout_s + cfg.rollout.pause_timeout_s
+        pause_s = 2 * cfg.rollout.pause_timeout_s + 2 * CALL_TIMEOUT_S
         self._add(
             ProducerActor,
             cfg,
@@ -308,8 +315,13 @@ class Launcher:
         return remote(
             ["producer"],
             ProducerRole,
-            timeout_s=2 * cfg.rollout.pause_timeout_s + 2 * CALL_TIMEOUT_S,
-            timeouts_s={"run": None, "take_batch": take_s, "produce_batch": take_s},
+            timeout_s=pause_s,
+            timeouts_s={
+                "run": None,
+                "take_batch": take_s,
+                "produce_batch": take_s,
+                "swap": pause_s + self._swap_s,
+            },
             tries=ROLE_TRIES,
         )
 
@@ -369,6 +381,11 @@ class Launcher:
 
     def _bundles(self, role: str) -> list[Bundle]:
         return [bundle for bundle in plan.bundles(self.cfg) if bundle.role == role]
+
+    @property
+    def _swap_s(self) -> float:
+        """Longest time of a swap that waits for its version."""
+        return self.cfg.publish_timeout_s + self.cfg.sync.timeout_s
 
     @property
     def _request_s(self) -> float:

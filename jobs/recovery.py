@@ -365,4 +365,5 @@ class GuardedBroadcaster:
 
     async def check(self, version: int) -> SyncReport:
         """See BroadcasterRole."""
+        self.out = version
         return await self.guard(lambda: self.broadcaster.check(version))

@@ -88,6 +88,8 @@ class Roles:
     """Whether a checkpoint was due by time when it was asked for `_asked_step`."""
     _preparing: asyncio.Task[None] | None = None
     """Of the version of the step that was trained last, where a sync follows it."""
+    _loading: asyncio.Task[None] | None = None
+    """Of a version that is not prepared yet, for which it waits."""
     _checking: asyncio.Task[None] | None = None
     """Of the version that is served; raises what is wrong with it."""
     _sync: SyncReport | None = None
@@ -228,16 +230,42 @@ class Roles:
         The workers' acknowledgements and logprobs are compared while they serve, before a batch is handed out.
         """
         start = time.monotonic()
-        await self.prepare(version)
-        await self.producer.swap(version)
-        swapped = self._check_swapped(version, seconds=time.monotonic() - start)
-        self._checking = asyncio.create_task(swapped, name=f"check of version {version}")
+        await self.gang.guard(lambda: self._swap(version))
+        self._last[metrics.SYNC_S] = seconds = time.monotonic() - start
+        self._checking = asyncio.create_task(
+            self._check(version, seconds), name=f"check of version {version}"
+        )
 
-    async def _check_swapped(self, version: int, seconds: float) -> None:
-        acknowledged = await self.broadcaster.broadcast(version, check=False)
-        self._sync = replace(acknowledged, seconds=seconds)
-        self._last[metrics.SYNC_S] = seconds
-        await self._check(version)
+    async def _swap(self, version: int) -> None:
+        """Prepare a version and load it; where nothing is generated meanwhile, the load waits for it at the pool."""
+        loading: asyncio.Task[None] | None = None
+        if self.cfg.generates_in_turn:
+            waits = self.producer.swap(version, self.cfg.publish_timeout_s)
+            loading = self._loading = asyncio.create_task(waits, name=f"load of version {version}")
+        try:
+            await self.prepare(version)
+            if loading is not None:
+                await asyncio.wait({loading})
+            if loading is None or loading.cancelled():
+                await self.producer.swap(version)
+            else:
+                loading.result()
+        finally:
+            await self._load_no_more()
+
+    async def _load_no_more(self) -> None:
+        loading, self._loading = self._loading, None
+        if loading is not None:
+            loading.cancel()
+            await asyncio.wait({loading})
+
+    async def settle(self) -> None:
+        """End what waits for the ranks, which are being brought back, and wait for a checkpoint being written.
+
+        A load that waits keeps production from being paused; it is begun again once its version is there.
+        """
+        await self._load_no_more()
+        await self.saver.settle()
 
     async def broadcast(self, version: int) -> None:
         """Bring `version` into every rollout worker, verified. Production must be paused.
@@ -259,8 +287,11 @@ class Roles:
             self._sync = replace(self._sync, resume_s=time.monotonic() - begin)
         self._checking = asyncio.create_task(self._check(version), name=f"check of version {version}")
 
-    async def _check(self, version: int) -> None:
-        if self._sync is not None:
+    async def _check(self, version: int, swapped_s: float | None = None) -> None:
+        """Check and record the sync of a version that is served; `swapped_s`: how long it took, if it was a swap."""
+        if swapped_s is not None:
+            self._sync = replace(await self.broadcaster.check(version), seconds=swapped_s)
+        elif self._sync is not None:
             self._sync = await self.broadcaster.check(version)
         # Taken now: when it is recorded, the next sync may be under way.
         report, self._sync = self._sync, None
@@ -351,10 +382,18 @@ class Roles:
         produced = production_record(status, len(self.cfg.tasks))
         record = {**trained, **produced, **self._last, **memory}
         self.display.step(step, record)
-        await self._record(self._log(step, record, self._batch_ref if self.cfg.keep_samples else None))
-        self._batch_ref = None
+        batch_ref, self._batch_ref = self._batch_ref if self.cfg.keep_samples else None, None
+        await self._record(self._log(step, record, batch_ref, self._preparing))
 
-    async def _log(self, step: int, record: dict[str, object], batch_ref: Ref[PackedGroups] | None) -> None:
+    async def _log(
+        self,
+        step: int,
+        record: dict[str, object],
+        batch_ref: Ref[PackedGroups] | None,
+        preparing: asyncio.Task[None] | None,
+    ) -> None:
+        if preparing is not None:
+            await asyncio.wait({preparing})  # engines and ranks wait for that, and for this nobody does
         await self.telemetry.log(step, record)
         if batch_ref is not None:
             await self.telemetry.log_samples(step, [batch_ref])

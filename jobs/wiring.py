@@ -117,7 +117,6 @@ async def _start(launcher: Launcher, census: Census, stop: asyncio.Event, displa
     saver = Saver(
         cfg, checkpoints, SavePace(cfg.checkpoint.every_s), trainer, producer, on_durable=gang.saved
     )
-    gang.settle = saver.settle
     guarded = GuardedBroadcaster(broadcaster, gang.guard)
     roles = Roles(
         cfg=cfg,
@@ -137,6 +136,7 @@ async def _start(launcher: Launcher, census: Census, stop: asyncio.Event, displa
         space=Space(cfg.run_dir, cfg.checkpoint.retry_s, display.phase, supervisor.tell),
         load=PoolLoad.of(cfg.rollout),
     )
+    gang.settle = roles.settle
 
     await _start_devices(launcher, pool, gang, display)
     census.look()

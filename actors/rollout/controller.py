@@ -72,6 +72,10 @@ class RolloutController(WorkerPool, Watched):
         self._sync_timeout_s = sync_timeout_s
         self._weights: SentWeights | None = None
         self._staged: SentWeights | None = None
+        self._awaited: int | None = None
+        """The version that a swap waits for; it is staged by the swap itself."""
+        self._swapped: tuple[Manifest, list[WeightReport]] | None = None
+        """What the workers said they hold after the last swap."""
         self._held: Held | None = None
         """What the workers hold, while the controller that was started again lacks the weights."""
         self._pausing = False
@@ -138,9 +142,10 @@ class RolloutController(WorkerPool, Watched):
         async with self._changed:
             await self._changed.wait_for(lambda: self._held is None or self._weights is not None)
 
-    async def _until_staged(self, version: int) -> None:
-        """Wait for what `restock` brings; nothing does where the controller was not started again."""
-        if self._incarnation == 0:
+    async def _until_staged(self, version: int, wait_s: float = 0.0) -> None:
+        """Wait for a version that is on its way for `wait_s`, or, in a controller that was started again, `restock`."""
+        limit_s = wait_s or (self._sync_timeout_s if self._incarnation else 0.0)
+        if not limit_s:
             return
         async with self._changed:
             staged = self._changed.wait_for(
@@ -149,7 +154,16 @@ class RolloutController(WorkerPool, Watched):
                     or (self._staged is not None and self._staged.manifest.version == version)
                 )
             )
-            await within(staged, self._sync_timeout_s, f"version {version} to be staged again")
+            self._awaited = version
+            try:
+                await within(staged, limit_s, f"version {version} to be staged")
+            finally:
+                self._awaited = None
+
+    async def _stage(self, staged: SentWeights) -> None:
+        async with self._changed:
+            self._staged = staged
+            self._changed.notify_all()
 
     # ---------------------------------------------------------------- pause, weights, resume
 
@@ -246,12 +260,13 @@ class RolloutController(WorkerPool, Watched):
     async def stage_weights(self, manifest: Manifest, buckets: list[Ref[Bytes]]) -> None:
         """Bring a version close to every live engine while requests run, so that `load_weights` takes less time.
 
-        A worker that dies meanwhile, or is not there yet, needs nothing but `load_weights`. Raises WeightError if
-        what arrived differs.
+        A worker that dies meanwhile, or is not there yet, needs nothing but `load_weights`. No worker is called where a
+        swap waits for the version, which stages it. Raises WeightError if what arrived differs.
         """
         staged = SentWeights(manifest, buckets)
-        await self._with_weights("stage_weights", staged)
-        self._staged = staged
+        if self._awaited != manifest.version:
+            await self._with_weights("stage_weights", staged)
+        await self._stage(staged)
 
     @once_known
     async def members(self) -> list[Member]:
@@ -270,17 +285,19 @@ class RolloutController(WorkerPool, Watched):
         Raises WeightError if a worker could not take part, or what arrived differs.
         """
         await self._on_every_up("receive_weights", self._sync_timeout_s, manifest, seats)
-        self._staged = SentWeights(manifest, buckets, received=True)
+        await self._stage(SentWeights(manifest, buckets, received=True))
 
     @once_known
-    async def swap(self, version: int) -> None:
+    async def swap(self, version: int, wait_s: float = 0.0) -> None:
         """Change the pool to a version that `stage_weights` brought: one call to each worker, which goes on by itself.
 
         Open requests freeze and go on with the new version; a pool that is paused serves afterwards. A worker that dies
-        meanwhile catches up when it is back. Idempotent. Raises StaleWeightsError unless `version` is staged, and
-        WeightError if a worker holds something else than was sent; its gate stays closed then.
+        meanwhile catches up when it is back. `wait_s`: how long the version may take to come; one that comes meanwhile
+        is staged and loaded in the one call. Idempotent. Raises StaleWeightsError unless `version` is staged,
+        WaitTimeoutError if it does not come, and WeightError if a worker holds something else than was sent; its gate
+        stays closed then.
         """
-        await self._until_staged(version)
+        await self._until_staged(version, wait_s)
         async with self._control:
             if version == self._version and not self._paused:
                 return
@@ -291,7 +308,7 @@ class RolloutController(WorkerPool, Watched):
             if self._weights is None:
                 await self._on_every_up("resume", self._rollout.pause_timeout_s, version)
             else:
-                await self._load_every_up("swap")
+                self._swapped = self._weights.manifest, await self._load_every_up("swap")
             await self._until_closed()
             was_paused, self._paused, self._mode = self._paused, False, None
         if was_paused:
@@ -301,11 +318,15 @@ class RolloutController(WorkerPool, Watched):
     async def load_weights(self, manifest: Manifest, buckets: list[Ref[Bytes]]) -> list[WeightReport]:
         """Load a version into every live worker; return what each says it holds afterwards. A pool that sleeps wakes.
 
-        A worker that dies meanwhile catches up when it is back. Raises WeightError if one holds something
-        else than was sent, and NoWorkersError if none comes back in time to hold it.
+        A worker that dies meanwhile catches up when it is back. A version that a pool serves since a swap is not loaded
+        again: what the workers said then is returned. Raises WeightError if one holds something else than was sent, and
+        NoWorkersError if none comes back in time to hold it.
         """
         deadline = time.monotonic() + self._sync_timeout_s
         async with self._control:
+            if self._weights is not None and (reports := self._since_swap(manifest)):
+                self._weights = replace(self._weights, buckets=buckets)
+                return reports
             staged = self._staged
             received = staged is not None and staged.manifest == manifest and staged.received
             self._weights, self._staged, self._held = SentWeights(manifest, buckets, received), None, None
@@ -317,6 +338,16 @@ class RolloutController(WorkerPool, Watched):
             if reports:
                 return reports
             await self._until_one_is_up(deadline)
+
+    def _since_swap(self, manifest: Manifest) -> list[WeightReport]:
+        """Return what live workers said when they began to serve a version, if they serve it."""
+        if self._paused or self._weights is None or self._swapped is None:
+            return []
+        swapped, reports = self._swapped
+        if not swapped == manifest == self._weights.manifest:
+            return []
+        up = {worker.name for worker in self._workers if worker.state is WorkerState.UP}
+        return [report for report in reports if report.worker in up]
 
     @once_known
     async def holds(self) -> PoolHolds | None:

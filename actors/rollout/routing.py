@@ -134,7 +134,7 @@ class RoutingRole(Protocol):
         """See RolloutControl."""
         ...
 
-    async def swap(self, version: int) -> None:
+    async def swap(self, version: int, wait_s: float = 0.0) -> None:
         """See SwapControl."""
         ...
 
@@ -214,9 +214,9 @@ class Router:
         """Have the whole pool resumed; see RolloutControl."""
         await self._controller.resume(version)
 
-    async def swap(self, version: int) -> None:
+    async def swap(self, version: int, wait_s: float = 0.0) -> None:
         """Have the whole pool change its version; see SwapControl."""
-        await self._controller.swap(version)
+        await self._controller.swap(version, wait_s)
 
     def _take_no_more(self, route: Route) -> bool:
         """Return whether what a worker answered just now is too late; it is counted then."""

@@ -200,9 +200,10 @@ class WeightBroadcaster:
         """Compare the engines' logprobs on the canary prompt with the trainer's; return the report of the sync.
 
         The engines may serve meanwhile. Idempotent. Raises WeightError if they differ, StaleWeightsError unless
-        `version` is out. A broadcaster that died since broadcasts it again first, which changes nothing in the engines.
+        `version` is out. Engines that took by a swap what was prepared acknowledge it first; so they do for a
+        broadcaster that died since.
         """
-        if self._last is None:
+        if self._last is None or (self._prepared is not None and self._prepared.manifest.version == version):
             await self.broadcast(version, check=False)
         async with self._checking:
             if self._last is None or version != self._version:

@@ -161,6 +161,16 @@ class Config(ConfigModel):
         return max(task.strategy.stale_threshold(interval) for task in self.tasks) - 1
 
     @property
+    def generates_in_turn(self) -> bool:
+        """Whether nothing is generated while a batch is trained: it would be too old, or has no devices."""
+        return self.placement == "colocate" or self.staleness_bound == 0
+
+    @property
+    def publish_timeout_s(self) -> float:
+        """Longest time until a version is published and brought to the engines."""
+        return self.train.step_timeout_s + self.sync.timeout_s
+
+    @property
     def take_timeout_s(self) -> float:
         """Longest time a batch may take to collect: a generation, and an engine's restart before it."""
         return self.rollout.request_timeout_s + self.rollout.start_timeout_s

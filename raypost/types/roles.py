@@ -43,8 +43,8 @@ class RolloutControl(Protocol):
 class SwapControl(RolloutControl, Protocol):
     """A pool that can also change its version in one call."""
 
-    async def swap(self, version: int) -> None:
-        """Freeze open requests, load `version`, which is staged, and go on. Idempotent.
+    async def swap(self, version: int, wait_s: float = 0.0) -> None:
+        """Freeze open requests, load `version`, which is staged or is `wait_s` later, and go on. Idempotent.
 
         Raises StaleWeightsError unless `version` is staged, and WeightError if a worker holds something else.
         """
@@ -113,8 +113,11 @@ class ProducerRole(Protocol):
         """Produce with `version` of the weights."""
         ...
 
-    async def swap(self, version: int) -> None:
-        """Go on with `version`, which the pool has staged: pause with keep, load and resume in one call."""
+    async def swap(self, version: int, wait_s: float = 0.0) -> None:
+        """Go on with `version`, which the pool has staged: pause with keep, load and resume in one call.
+
+        `wait_s`: how long the pool may have to wait for it.
+        """
         ...
 
     async def counts(self) -> GroupCounts:

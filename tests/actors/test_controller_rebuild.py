@@ -119,16 +119,23 @@ class Run:
         self.prepared = version
         await self.controller.stage_weights(*weights(version))
 
-    async def swap(self, version: int) -> None:
+    async def swap(self, version: int, wait_s: float = 0.0) -> None:
         self.pool.world.versions.add(version)
-        await self.controller.swap(version)
+        await self.controller.swap(version, wait_s)
         self.pool.world.versions = {version}
         self.out = version
+
+    async def swap_when_prepared(self, version: int) -> None:
+        async def prepare() -> None:
+            await asyncio.sleep(2 * TOKEN_S)
+            await self.prepare(version)
+
+        await asyncio.gather(self.swap(version, 20.0), prepare())
 
 
 @pytest.mark.parametrize("ticks", [0, 1, 3, 6])
 @pytest.mark.parametrize(
-    "phase", ["serving", "abort", "keep", "wait", "paused", "load", "resume", "prepare", "swap"]
+    "phase", ["serving", "abort", "keep", "wait", "paused", "load", "resume", "prepare", "swap", "waiting"]
 )
 async def test_controller_that_dies_in_any_phase_finds_its_workers_again_and_starts_no_engine(
     phase: str, ticks: int
@@ -146,6 +153,9 @@ async def test_controller_that_dies_in_any_phase_finds_its_workers_again_and_sta
     for version in range(2, 5):
         await run.until_served(version - 1)
         await meets_a_death(phase == "serving", asyncio.sleep(0))
+        if phase == "waiting":
+            await meets_a_death(True, run.swap_when_prepared(version))
+            continue
         await meets_a_death(phase == "prepare", run.prepare(version))
         if phase == "swap":
             await meets_a_death(True, run.swap(version))

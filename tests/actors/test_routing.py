@@ -149,6 +149,8 @@ class Handle:
         """Dead processes, which answer nothing."""
         self.asked_dead: list[str] = []
         self.calls = 0
+        self.methods: list[str] = []
+        """All that were called."""
         self.delay_s = 0.0
         """Of its pauses."""
         self.lost: list[tuple[str, bool]] = []
@@ -175,6 +177,7 @@ class Handle:
 
     async def call(self, method: str, *args: Any) -> Any:
         self.calls += 1
+        self.methods.append(method)
         if self.dead.is_set():
             self.asked_dead.append(method)
             raise RayActorError
@@ -435,6 +438,51 @@ async def test_swap_needs_the_version_staged_and_has_a_pool_that_is_paused_serve
     await pool.swap(2)
     assert (await pool.router.generate(request())).policy_versions.tolist() == [2] * 4
     assert pool.world.wrong == []
+
+
+def of_weights(handle: Handle) -> list[str]:
+    """Return the calls that bring a worker its weights, and forget all that were made."""
+    made = [one for one in handle.methods if one in ("stage_weights", "swap", "load_weights")]
+    handle.methods.clear()
+    return made
+
+
+async def test_swap_that_waits_for_its_version_is_one_call_to_each_worker_and_is_acknowledged_by_it() -> None:
+    pool = await pool_at(1)
+    assert [of_weights(handle) for handle in pool.handles] == [["load_weights"]] * 2
+    running = start(pool.router, 4, 40)
+    pool.world.versions.add(2)
+    swapping = asyncio.create_task(pool.controller.swap(2, 20.0))
+    await asyncio.sleep(5 * TOKEN_S)
+    assert [of_weights(handle) for handle in pool.handles] == [[], []] and not swapping.done()
+    await pool.controller.stage_weights(*weights(2))
+    await swapping
+    pool.world.versions = {2}
+    reports = await pool.controller.load_weights(*weights(2))
+    assert [(report.worker, report.version) for report in reports] == [("rollout-0", 2), ("rollout-1", 2)]
+    assert [of_weights(handle) for handle in pool.handles] == [["swap"]] * 2
+    assert {one.finish_reason for one in await asyncio.gather(*running)} == {"length"}
+    assert pool.world.wrong == []
+    await pool.pause()
+    await pool.controller.load_weights(*weights(2))
+    assert [of_weights(handle) for handle in pool.handles] == [["load_weights"]] * 2, "a paused pool is asked"
+
+
+async def test_version_that_does_not_come_ends_the_swap_that_waits_for_it_and_the_pool_serves_on() -> None:
+    pool = await pool_at(1)
+    with pytest.raises(WaitTimeoutError, match="version 2 to be staged"):
+        await pool.controller.swap(2, 0.01)
+    assert (await pool.router.generate(request())).policy_versions.tolist() == [1] * 4
+    await pool.controller.stage_weights(*weights(2))
+    assert of_weights(pool.handles[0])[-1] == "stage_weights", "nobody waits for it any more"
+
+
+async def test_workers_that_came_since_a_swap_or_are_gone_do_not_stand_in_its_acknowledgement() -> None:
+    pool = await pool_at(1)
+    await pool.swap(2)
+    pool.handles[0].die()
+    await pool.controller.report("rollout-0", 0, "it died")
+    assert [one.worker for one in await pool.controller.load_weights(*weights(2))] == ["rollout-1"]
 
 
 async def test_worker_that_holds_something_else_after_a_swap_does_not_serve() -> None:

@@ -23,7 +23,7 @@ from jobs.wiring import checkpoints_of
 from raypost.checkpoint import CheckpointDir, SavePace
 from raypost.config import Config
 from raypost.config.identity import differences, run_identity
-from raypost.errors import WeightError
+from raypost.errors import ProductionError, WeightError
 from raypost.types import ProduceBatchStatus, SyncReport, TakeStatus
 from tests.factories import CHAIN_SUM, make_config
 from tests.jobs.job import ROOT
@@ -345,7 +345,75 @@ def test_sync_that_is_due_alone_is_one_call_and_what_else_is_due_pauses_producti
     calls = ("fit", "prepare", "swap", "pause", "save", "resume")
     order = [call for call in scene.calls if call in calls]
     saved = ["fit", "prepare", "pause", "pause", "save"]
-    assert order == ["resume", "fit", "prepare", "swap", *saved, "resume", "fit", "prepare", "swap", *saved]
+    # What is generated in turn waits for its version at the pool.
+    swapped = ["fit", *(["prepare", "swap"] if kind == "async" else ["swap", "prepare"])]
+    assert order == ["resume", *swapped, *saved, "resume", *swapped, *saved]
+
+
+class BrokenScene(Scene):
+    """The ranks are brought back while a version is prepared, for which a load waits."""
+
+    def __init__(self, cfg: Config, folder: Path) -> None:
+        super().__init__(cfg, folder, None)
+        self.staged, self.loading = asyncio.Event(), asyncio.Event()
+        self.recovered = 0
+
+    async def prepare(self, version: int) -> None:
+        if version == 2 and not self.recovered:
+            await self.loading.wait()
+            await self.roles.settle()
+            assert not self.loading.is_set(), "production can be paused"
+            self.recovered += 1
+        self.staged.set()
+        await self._turn("prepare")
+
+    async def swap(self, version: int, wait_s: float = 0.0) -> None:
+        self.loading.set()
+        try:
+            async with asyncio.timeout(wait_s):
+                await self.staged.wait()
+        finally:
+            self.loading.clear()
+        self.staged.clear()
+        await self._turn("swap")
+
+
+def test_a_load_that_waits_for_its_version_ends_where_ranks_are_brought_back_and_begins_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cfg = make_config(
+        runs_dir=str(tmp_path),
+        tasks=[{"name": "sums", "source": CHAIN_SUM, "max_tokens": 8, "strategy": {"kind": "sync"}}],
+        train={"num_steps": STEPS, "batch_size": 1},
+        eval={"num_prompts": 0},
+    )
+    scene = BrokenScene(cfg, tmp_path / "checkpoints")
+    monkeypatch.setattr(train, "spawn", scene.spawn)
+    asyncio.run(asyncio.wait_for(train.train(cfg, scene.stop), 60))
+    assert scene.recovered == 1
+    assert [call for call in scene.calls if call in ("fit", "swap")] == ["fit", "swap", "fit", "swap", "fit"]
+
+
+class UnaccountedScene(Scene):
+    """The producer does not record that a step is trained."""
+
+    async def acknowledge(self, step: int, left_out: object = None) -> None:
+        for _ in range(9):
+            await self._turn("acknowledge")
+        raise ProductionError("the ledger cannot be written")
+
+
+@pytest.mark.parametrize("job", [train.train, colocate.colocate])
+def test_no_step_follows_one_that_is_not_accounted_for(
+    job: Job, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cfg = stop_config(tmp_path, "separate" if job is train.train else "colocate")
+    scene = UnaccountedScene(cfg, tmp_path / "checkpoints", None)
+    monkeypatch.setattr(train, "spawn", scene.spawn)
+    monkeypatch.setattr(colocate, "spawn", scene.spawn)
+    with pytest.raises(ProductionError, match="cannot be written"):
+        asyncio.run(asyncio.wait_for(job(cfg, scene.stop), 60))
+    assert scene.trained == 1 and scene.calls.count("broadcast") == 1
 
 
 class DriftingScene(Scene):

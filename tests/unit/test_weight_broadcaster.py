@@ -141,6 +141,17 @@ async def test_what_is_prepared_is_loaded_by_the_broadcast_and_published_once() 
         await sync.prepare(3)
 
 
+async def test_engines_that_took_by_a_swap_what_was_prepared_acknowledge_it_before_they_are_checked() -> None:
+    pool = ScriptedPool()
+    sync, trainer = broadcaster(pool=pool)
+    await sync.broadcast(2)
+    await sync.prepare(3)
+    report = await sync.check(3)
+    assert (report.version, report.num_workers, report.canary_difference) == (3, 1, 0.0)
+    assert await sync.check(3) == report
+    assert (pool.calls[2:], trainer.published) == (["stage 3", "load 3"], [2, 3])
+
+
 async def test_a_preparation_that_failed_is_made_again() -> None:
     pool = ScriptedPool()
     sync, trainer = broadcaster(pool=pool)
