@@ -44,7 +44,7 @@ async def colocate(cfg: Config, stop: asyncio.Event, train_step: TrainStep = fit
         if step == 0:
             await roles.evaluate(step)
         while not roles.finished(step):
-            await roles.resume(version)  # engines wake
+            await roles.resume(version)  # engines wake, unless they serve
             status, batch_ref = await roles.produce_batch(step + 1)
             await roles.pause(step + 1)
             await roles.engines_to_ranks(step + 1)
@@ -57,7 +57,10 @@ async def colocate(cfg: Config, stop: asyncio.Event, train_step: TrainStep = fit
                 await roles.save(step)
             if batch_ref is None or cfg.sync_due(step) or roles.finished(step):
                 version = step
-                await roles.broadcast(version)  # ranks offload, engines load
+                if batch_ref is not None and roles.swaps(step):
+                    await roles.swap(version)  # ranks offload, engines load and serve
+                else:
+                    await roles.broadcast(version)  # ranks offload, engines load
             else:
                 await roles.trainer.offload()
             if cfg.eval_due(step):

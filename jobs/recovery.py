@@ -341,9 +341,9 @@ class GuardedBroadcaster:
     out: int | None = None
     """The version that was broadcast last."""
 
-    async def prepare(self, version: int) -> None:
+    async def prepare(self, version: int, leave: bool = False) -> None:
         """See BroadcasterRole."""
-        await self.guard(lambda: self.broadcaster.prepare(version))
+        await self.guard(lambda: self.broadcaster.prepare(version, leave))
 
     async def broadcast(self, version: int, check: bool = True, again: bool = False) -> SyncReport:
         """See BroadcasterRole."""

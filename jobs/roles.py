@@ -86,6 +86,10 @@ class Roles:
     _asked_step: int = -1
     _late: bool = False
     """Whether a checkpoint was due by time when it was asked for `_asked_step`."""
+    _served: int | None = None
+    """Version that production goes on with; None: it is paused."""
+    _left: bool = False
+    """Whether ranks leave the devices that they share with engines as soon as their weights are published."""
     _preparing: asyncio.Task[None] | None = None
     """Of the version of the step that was trained last, where a sync follows it."""
     _loading: asyncio.Task[None] | None = None
@@ -144,7 +148,8 @@ class Roles:
         acknowledged = self.producer.acknowledge(step, self.trainer.left_out)
         if not self.cfg.sync_due(step):
             return await acknowledged
-        begun = _both(self.broadcaster.prepare(step), acknowledged)
+        self._left = self.cfg.placement == "colocate" and self.swaps(step) and not self.save_due(step)
+        begun = _both(self.broadcaster.prepare(step, self._left), acknowledged)
         self._preparing = asyncio.create_task(begun, name=f"preparation of version {step}")
 
     async def while_producing(self, work: Awaitable[T]) -> T:
@@ -190,13 +195,13 @@ class Roles:
         """
         if self.cfg.eval_due(step):
             await self.evaluated()
-        self.load.paused = True
+        self._served, self.load.paused = None, True
         await self.producer.pause(self.cfg.pause_mode(step, saving=self.save_due(step)))
 
     async def prepare(self, version: int) -> None:
         """Bring `version` close to the engines that will hold it. Production goes on, also if this fails."""
         if not await self._prepared():
-            await self.broadcaster.prepare(version)
+            await self.broadcaster.prepare(version, self._left)
         # Not at the same time: publishing is a collective of the ranks.
         if self.evaluation_broadcaster is not None and self.cfg.eval_due(version):
             await self.evaluation_broadcaster.prepare(version)
@@ -211,8 +216,10 @@ class Roles:
     def save_due(self, step: int) -> bool:
         """Whether a checkpoint is written after `step`: as configured, for the time that has passed, or on a stop.
 
-        Asked again for the same step, it gives the same answer, unless a stop came.
+        Asked again for the same step, it gives the same answer, unless a stop came. Not while ranks have no devices.
         """
+        if self._left:
+            return False
         if step != self._asked_step:
             late = self.saver.pace.due() and not self.saver.is_writing
             self._asked_step, self._late = step, late
@@ -221,8 +228,11 @@ class Roles:
 
     def swaps(self, step: int) -> bool:
         """Whether `step` asks for newer weights and nothing else, and what is frozen meanwhile may stay."""
-        mode = self.cfg.pause_mode(step, saving=self.save_due(step))
-        return mode == "keep" and not (self.cfg.eval_due(step) or self.finished(step))
+        if self.cfg.eval_due(step) or self.finished(step):
+            return False
+        # Where engines and ranks take turns, nothing is frozen, and a checkpoint is taken before.
+        turns = self.cfg.placement == "colocate"
+        return turns or self.cfg.pause_mode(step, saving=self.save_due(step)) == "keep"
 
     async def swap(self, version: int) -> None:
         """Bring `version` into every rollout worker; production stands still for the load alone.
@@ -231,6 +241,7 @@ class Roles:
         """
         start = time.monotonic()
         await self.gang.guard(lambda: self._swap(version))
+        self._served, self.load.paused = version, False
         self._last[metrics.SYNC_S] = seconds = time.monotonic() - start
         self._checking = asyncio.create_task(
             self._check(version, seconds), name=f"check of version {version}"
@@ -239,11 +250,14 @@ class Roles:
     async def _swap(self, version: int) -> None:
         """Prepare a version and load it; where nothing is generated meanwhile, the load waits for it at the pool."""
         loading: asyncio.Task[None] | None = None
-        if self.cfg.generates_in_turn:
+        stays = self.cfg.placement == "colocate" and not self._left
+        if self.cfg.generates_in_turn and not stays:
             waits = self.producer.swap(version, self.cfg.publish_timeout_s)
             loading = self._loading = asyncio.create_task(waits, name=f"load of version {version}")
         try:
             await self.prepare(version)
+            if stays:
+                await self.trainer.offload()
             if loading is not None:
                 await asyncio.wait({loading})
             if loading is None or loading.cancelled():
@@ -279,10 +293,12 @@ class Roles:
         self._last[metrics.SYNC_S] = self._sync.seconds
 
     async def resume(self, version: int) -> None:
-        """Let production go on with `version`; its sync is checked and recorded meanwhile."""
+        """Let production go on with `version`, unless it does; its sync is checked and recorded meanwhile."""
+        if self._served == version:
+            return
         begin = time.monotonic()
         await self.producer.resume(version)
-        self.load.paused = False
+        self._served, self.load.paused = version, False
         if self._sync is not None:
             self._sync = replace(self._sync, resume_s=time.monotonic() - begin)
         self._checking = asyncio.create_task(self._check(version), name=f"check of version {version}")
@@ -336,6 +352,7 @@ class Roles:
         """
         await self.pool.sleep(keep_weights=not self.cfg.sync_due(step))
         await self.trainer.reload()
+        self._left = False
 
     async def evaluate(self, step: int) -> None:
         """Score held-out problems with the version of `step`, unless a stop was asked for.

@@ -291,11 +291,11 @@ class RolloutController(WorkerPool, Watched):
     async def swap(self, version: int, wait_s: float = 0.0) -> None:
         """Change the pool to a version that `stage_weights` brought: one call to each worker, which goes on by itself.
 
-        Open requests freeze and go on with the new version; a pool that is paused serves afterwards. A worker that dies
-        meanwhile catches up when it is back. `wait_s`: how long the version may take to come; one that comes meanwhile
-        is staged and loaded in the one call. Idempotent. Raises StaleWeightsError unless `version` is staged,
-        WaitTimeoutError if it does not come, and WeightError if a worker holds something else than was sent; its gate
-        stays closed then.
+        Open requests freeze and go on with the new version; a pool that is paused, or sleeps, serves afterwards. A
+        worker that dies meanwhile catches up when it is back. `wait_s`: how long the version may take to come; one that
+        comes meanwhile is staged and loaded in the one call. Idempotent. Raises StaleWeightsError unless `version` is
+        staged, WaitTimeoutError if it does not come, and WeightError if a worker holds something else than was sent;
+        its gate stays closed then.
         """
         await self._until_staged(version, wait_s)
         async with self._control:
@@ -305,6 +305,7 @@ class RolloutController(WorkerPool, Watched):
                 if self._staged is None or self._staged.manifest.version != version:
                     raise StaleWeightsError(f"cannot swap to version {version}: stage it first")
                 self._weights, self._staged, self._held = self._staged, None, None
+            self._asleep = False
             if self._weights is None:
                 await self._on_every_up("resume", self._rollout.pause_timeout_s, version)
             else:

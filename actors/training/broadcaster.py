@@ -44,6 +44,8 @@ class PreparedVersion(NamedTuple):
     brought: Brought
     publish_s: float
     seconds: float
+    left: bool
+    """Whether the trainer has left the devices that it shares with the engines."""
 
 
 class WeightBroadcaster:
@@ -83,20 +85,21 @@ class WeightBroadcaster:
         """Return the name that logs and errors use."""
         return "weight-broadcaster"
 
-    async def prepare(self, version: int) -> None:
+    async def prepare(self, version: int, leave: bool = False) -> None:
         """Publish `version` and bring it close to the engines, which may generate meanwhile. Idempotent.
 
+        `leave`: a trainer that shares devices leaves them before, so that engines may load it as soon as it is there.
         Raises WeightError when what arrived differs, StaleWeightsError when `version` goes back.
         """
         self._check_order(version)
         if version > self._version:
-            await self._prepare(version)
+            await self._prepare(version, leave and self._offload)
 
     def _check_order(self, version: int) -> None:
         if version < self._version:
             raise StaleWeightsError(f"cannot broadcast version {version}: {self._version} is already out")
 
-    async def _prepare(self, version: int) -> PreparedVersion:
+    async def _prepare(self, version: int, leave: bool = False) -> PreparedVersion:
         async with self._preparing:
             if self._prepared is None or self._prepared.manifest.version != version:
                 start = time.monotonic()
@@ -105,11 +108,16 @@ class WeightBroadcaster:
                 )
                 manifest = replace(manifest, epoch=self._epochs.get(version, 0))
                 published = time.monotonic()
-                expected, brought = await asyncio.gather(
-                    self._canary_of_trainer(), self._transport.bring(manifest, buckets, members)
-                )
+                bringing = self._transport.bring(manifest, buckets, members)
+                if leave:
+                    expected = await self._canary_of_trainer()
+                    await self._trainer.offload()
+                    brought = await bringing
+                else:
+                    expected, brought = await asyncio.gather(self._canary_of_trainer(), bringing)
+                seconds = time.monotonic() - start
                 self._prepared = PreparedVersion(
-                    manifest, buckets, expected, brought, published - start, time.monotonic() - start
+                    manifest, buckets, expected, brought, published - start, seconds, leave
                 )
             return self._prepared
 
@@ -156,7 +164,7 @@ class WeightBroadcaster:
     async def _broadcast(self, version: int) -> SyncReport:
         prepared = await self._prepare(version)
         manifest, start = prepared.manifest, time.monotonic()
-        if self._offload:
+        if self._offload and not prepared.left:
             await self._trainer.offload()
         reports = await self._controller.load_weights(manifest, prepared.buckets)
         self._version, self._expected, self._prepared = version, prepared.expected, None

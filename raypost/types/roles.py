@@ -147,8 +147,11 @@ class BroadcasterRole(Protocol):
         """
         ...
 
-    async def prepare(self, version: int) -> None:
-        """Do all of `broadcast` that needs no pause. Raises WeightError or StaleWeightsError."""
+    async def prepare(self, version: int, leave: bool = False) -> None:
+        """Do all of `broadcast` that needs no pause. Raises WeightError or StaleWeightsError.
+
+        `leave`: ranks that share devices with the engines leave them.
+        """
         ...
 
     async def broadcast(self, version: int, check: bool = True, again: bool = False) -> SyncReport:

@@ -108,12 +108,22 @@ class Scene:
     async def produce_batch(self, step: int) -> tuple[TakeStatus, str]:
         return await self.take_batch(step)
 
-    async def prepare(self, version: int) -> None:
+    async def prepare(self, version: int, leave: bool = False) -> None:
         self.publishing = True
         await self._turn("prepare")
         for _ in range(9):
             await self._turn("publish")
         self.publishing = False
+        if leave:
+            await self.offload()
+
+    async def swap(self, version: int, wait_s: float = 0.0) -> None:
+        async with asyncio.timeout(wait_s or None):
+            while wait_s and self.colocated and self.ranks_awake:
+                await asyncio.sleep(0)
+        assert not (self.colocated and self.ranks_awake), "ranks are on the device"
+        self.engines_awake = True
+        await self._turn("swap")
 
     async def fit(self, _: object, step: int) -> dict[str, float]:
         assert self.ranks_awake and not self.publishing and step == self.trained + 1
@@ -269,7 +279,7 @@ def synced(version: int) -> SyncReport:
 class FailingScene(Scene):
     """The trainer cannot publish its second version."""
 
-    async def prepare(self, version: int) -> None:
+    async def prepare(self, version: int, leave: bool = False) -> None:
         await self._turn("prepare")
         if version == 2:
             raise WeightError("nothing to publish")
@@ -294,9 +304,11 @@ class SlowScene(Scene):
         super().__init__(cfg, folder, None)
         self.preparing = asyncio.Event()
 
-    async def prepare(self, version: int) -> None:
+    async def prepare(self, version: int, leave: bool = False) -> None:
         self.preparing.set()
         await self._turn("prepare")
+        if leave:
+            await self.offload()
 
     async def acknowledge(self, step: int, left_out: object = None) -> None:
         await self.preparing.wait()
@@ -350,6 +362,26 @@ def test_sync_that_is_due_alone_is_one_call_and_what_else_is_due_pauses_producti
     assert order == ["resume", *swapped, *saved, "resume", *swapped, *saved]
 
 
+def test_engines_that_take_turns_with_ranks_load_and_serve_in_one_call_also_after_a_checkpoint(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cfg = make_config(
+        runs_dir=str(tmp_path),
+        placement="colocate",
+        train={"num_steps": 4, "batch_size": 1},
+        eval={"num_prompts": 1, "interval": 3},
+        checkpoint={"interval": 2},
+    )
+    scene = Scene(cfg, tmp_path / "checkpoints", None)
+    monkeypatch.setattr(colocate, "spawn", scene.spawn)
+    asyncio.run(asyncio.wait_for(colocate.colocate(cfg, scene.stop), 60))
+    calls = ("fit", "prepare", "offload", "swap", "broadcast", "save", "resume")
+    order = " ".join(call for call in scene.calls if call in calls)
+    first, saved = "fit prepare offload swap", "fit prepare save prepare offload swap"
+    evaluated, last = "fit prepare offload broadcast resume", "fit prepare save offload broadcast"
+    assert order.removeprefix("offload broadcast resume ") == f"{first} {saved} {evaluated} {last}"
+
+
 class BrokenScene(Scene):
     """The ranks are brought back while a version is prepared, for which a load waits."""
 
@@ -358,7 +390,7 @@ class BrokenScene(Scene):
         self.staged, self.loading = asyncio.Event(), asyncio.Event()
         self.recovered = 0
 
-    async def prepare(self, version: int) -> None:
+    async def prepare(self, version: int, leave: bool = False) -> None:
         if version == 2 and not self.recovered:
             await self.loading.wait()
             await self.roles.settle()
