@@ -1,7 +1,7 @@
 """Roles: the roles of one run as the driver's loop sees them, each by the Protocol that it fulfils.
 
-Owns the calls that need more than one role, and what is recorded around them. Owns no step logic (the job's own
-screen does) and starts nothing (wiring.py does). It holds handles and small numbers, never a batch.
+Owns the calls that need more than one role. Owns no step logic (the job's own screen does), starts nothing (wiring.py
+does) and keeps no record (records.py does). It holds handles and small numbers, never a batch.
 """
 
 from __future__ import annotations
@@ -13,10 +13,9 @@ from collections.abc import Awaitable, Coroutine
 from dataclasses import dataclass, field, replace
 from typing import NoReturn, TypeVar
 
-import psutil
-
 from actors.training.group import TrainerGroup
 from jobs.pool_load import PoolLoad
+from jobs.records import Records
 from jobs.recovery import GangRecovery
 from jobs.saving import Saver
 from jobs.space import Space
@@ -27,7 +26,6 @@ from raypost.errors import StoppedError
 from raypost.faults import Incident
 from raypost.ledger.summary import sampled_before
 from raypost.observe import metrics
-from raypost.report.step_record import production_record
 from raypost.report.terminal import RunDisplay
 from raypost.types import (
     BroadcasterRole,
@@ -98,12 +96,12 @@ class Roles:
     """Of the version that is served; raises what is wrong with it."""
     _sync: SyncReport | None = None
     """The last sync, until it is recorded."""
-    _recording: asyncio.Task[None] | None = None
-    """What is being recorded while the loop goes on."""
     _batch_ref: Ref[PackedGroups] | None = None
     """The batch that is being trained, until samples of it are kept."""
-    _last: dict[str, float] = field(default_factory=dict)
-    """Held-out score and sync time, shown with the steps that follow."""
+
+    def __post_init__(self) -> None:
+        """Nothing is recorded yet."""
+        self.records = Records(self.cfg, self.display, self.telemetry)
 
     def finished(self, step: int) -> bool:
         """Whether the loop ends after `step`: all steps done, or a stop was asked for and nothing is lost by it."""
@@ -242,7 +240,7 @@ class Roles:
         start = time.monotonic()
         await self.gang.guard(lambda: self._swap(version))
         self._served, self.load.paused = version, False
-        self._last[metrics.SYNC_S] = seconds = time.monotonic() - start
+        self.records.last[metrics.SYNC_S] = seconds = time.monotonic() - start
         self._checking = asyncio.create_task(
             self._check(version, seconds), name=f"check of version {version}"
         )
@@ -290,7 +288,7 @@ class Roles:
         await self._prepared()
         at_once = not (self.cfg.eval_due(version) or self.finished(version))
         self._sync = await self.broadcaster.broadcast(version, check=not at_once)
-        self._last[metrics.SYNC_S] = self._sync.seconds
+        self.records.last[metrics.SYNC_S] = self._sync.seconds
 
     async def resume(self, version: int) -> None:
         """Let production go on with `version`, unless it does; its sync is checked and recorded meanwhile."""
@@ -311,28 +309,7 @@ class Roles:
             self._sync = await self.broadcaster.check(version)
         # Taken now: when it is recorded, the next sync may be under way.
         report, self._sync = self._sync, None
-        await self._record(self._show_sync(report))
-
-    async def _show_sync(self, report: SyncReport | None) -> None:
-        self.display.workers(await self.pool.states())
-        await self._record_sync(report)
-
-    async def _record_sync(self, report: SyncReport | None) -> None:
-        if report is None:
-            return
-        await self.telemetry.log_sync(report)
-        self._last[metrics.SYNC_BYTES] = report.nbytes
-        self._last[metrics.SYNC_SPARED_BYTES] = report.spared_nbytes
-        if report.transport_failed:
-            self._last[metrics.TRANSPORT_FAILED] = self._last.get(metrics.TRANSPORT_FAILED, 0) + 1
-            facts = {"version": report.version, "cause": report.transport_failed}
-            await self.telemetry.log_incident(Incident.TRANSPORT_FAILED, facts)
-
-    async def _record(self, work: Coroutine[object, object, None]) -> None:
-        """Let `work` record something while the loop goes on, after what is recorded already; raises what that did."""
-        before, self._recording = self._recording, asyncio.create_task(work, name="record")
-        if before is not None:
-            await before
+        await self.records.served(report, self.pool.states())
 
     async def save(self, step: int) -> None:
         """Take one checkpoint of the whole run, which is written meanwhile. Production must be paused."""
@@ -386,34 +363,15 @@ class Roles:
     async def _score(self, evaluator: EvaluatorRole, step: int) -> None:
         scores = await evaluator.evaluate(step)
         self.checkpoints.record_score(step, scores.get(metrics.HELD_OUT))
-        if metrics.HELD_OUT in scores:
-            self._last[metrics.HELD_OUT] = scores[metrics.HELD_OUT]
-        self.display.evaluated(step, scores)
-        await self.telemetry.log_eval(step, scores)
+        await self.records.evaluation(step, scores)
 
     async def log(self, step: int, status: TakeStatus, trained: dict[str, float]) -> None:
         """Record one train step and show it. Raises what an evaluation under way raised meanwhile."""
         if self._evaluation is not None and self._evaluation.done():
             self._evaluation.result()
-        memory = {metrics.DRIVER_RSS_BYTES: psutil.Process().memory_info().rss}
-        produced = production_record(status, len(self.cfg.tasks))
-        record = {**trained, **produced, **self._last, **memory}
-        self.display.step(step, record)
-        batch_ref, self._batch_ref = self._batch_ref if self.cfg.keep_samples else None, None
-        await self._record(self._log(step, record, batch_ref, self._preparing))
-
-    async def _log(
-        self,
-        step: int,
-        record: dict[str, object],
-        batch_ref: Ref[PackedGroups] | None,
-        preparing: asyncio.Task[None] | None,
-    ) -> None:
-        if preparing is not None:
-            await asyncio.wait({preparing})  # engines and ranks wait for that, and for this nobody does
-        await self.telemetry.log(step, record)
-        if batch_ref is not None:
-            await self.telemetry.log_samples(step, [batch_ref])
+        batch_ref, self._batch_ref = self._batch_ref, None
+        # Engines and ranks wait for what is prepared, and for the record nobody does.
+        await self.records.step(step, status, trained, batch_ref, after=self._preparing)
 
     async def finish(self, status: RunStatus, error: str | None) -> None:
         """Stop waiting for production and evaluation, write the report and show it, in whatever state the roles are."""
@@ -432,9 +390,8 @@ class Roles:
         await self.saver.settle()
         # The run is over: what it measured must reach the disk, with or without the others.
         counts = await _bounded("the producer gave no final counts", self.producer.counts())
-        if self._recording is not None:
-            await asyncio.wait({self._recording}, timeout=LAST_CALL_S)
-        await _bounded("the last sync is not recorded", self._record_sync(self._sync))
+        await self.records.settle(LAST_CALL_S)
+        await _bounded("the last sync is not recorded", self.records.sync(self._sync))
         if counts is not None and not counts.sampled:
             counts = None  # nothing was restored or begun: what the run counted before stands
         report = await self.telemetry.finish(status, error, counts)

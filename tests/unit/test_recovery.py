@@ -142,7 +142,7 @@ class Engines:
     async def holds(self) -> PoolHolds | None:
         return self.held
 
-    async def prepare(self, version: int) -> None:
+    async def prepare(self, version: int, leave: bool = False) -> None:
         await self.gang._call("publish")
 
     async def broadcast(self, version: int, check: bool = True, again: bool = False) -> SyncReport:
