@@ -156,9 +156,10 @@ class TailedAgentLoopWorker(AgentLoopWorker):
 class InTurns:
     """The producer of a job, which goes on when it is this side's turn."""
 
-    def __init__(self, producer: Any, turns: Turns) -> None:
+    def __init__(self, producer: Any, turns: Turns, placement: str) -> None:
         self._producer = producer
         self._turns = turns
+        self._placement = placement
         self._served = 0
 
     def __getattr__(self, name: str) -> Any:
@@ -170,7 +171,7 @@ class InTurns:
         self._served = version
 
     async def swap(self, version: int, *waits: float) -> None:
-        ends = self._turns.ends()
+        ends = self._turns.ends() and self._placement == "separate"
         if ends:  # requests freeze until it is this side's turn again
             await self._producer.pause("keep")
         await self._turns.step_begins_soon()
@@ -195,7 +196,7 @@ def raypost(setup: Setup, turns: Turns, name: str, placement: str) -> None:
     @asynccontextmanager
     async def in_turns(cfg: Config, stop: asyncio.Event) -> AsyncIterator[Any]:
         async with spawn(cfg, stop) as roles:
-            in_turn: Any = InTurns(roles.producer, turns)
+            in_turn: Any = InTurns(roles.producer, turns, placement)
             roles.producer = in_turn
             yield roles
 
