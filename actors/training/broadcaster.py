@@ -108,13 +108,14 @@ class WeightBroadcaster:
                 )
                 manifest = replace(manifest, epoch=self._epochs.get(version, 0))
                 published = time.monotonic()
-                bringing = self._transport.bring(manifest, buckets, members)
+                canary = self._canary_of_trainer()
                 if leave:
-                    expected = await self._canary_of_trainer()
+                    expected = await canary
                     await self._trainer.offload()
-                    brought = await bringing
+                    brought = await self._transport.bring(manifest, buckets, members)
                 else:
-                    expected, brought = await asyncio.gather(self._canary_of_trainer(), bringing)
+                    bringing = self._transport.bring(manifest, buckets, members)
+                    expected, brought = await asyncio.gather(canary, bringing)
                 seconds = time.monotonic() - start
                 self._prepared = PreparedVersion(
                     manifest, buckets, expected, brought, published - start, seconds, leave

@@ -152,6 +152,33 @@ async def test_engines_that_took_by_a_swap_what_was_prepared_acknowledge_it_befo
     assert (pool.calls[2:], trainer.published) == (["stage 3", "load 3"], [2, 3])
 
 
+async def test_ranks_leave_devices_that_they_share_after_their_last_work_and_before_engines_have_the_version() -> (
+    None
+):
+    order: list[str] = []
+
+    class Trainer(ScriptedTrainer):
+        async def canary(self, token_ids: IntArray) -> FloatArray:
+            order.append("canary")
+            return await super().canary(token_ids)
+
+        async def offload(self) -> None:
+            order.append("offload")
+
+    class Pool(ScriptedPool):
+        async def stage_weights(self, manifest: Manifest, buckets: list[Any]) -> None:
+            order.append("stage")
+
+    for leave in (True, False):
+        sync = WeightBroadcaster(Trainer(), Pool(), SyncConfig(canary_tolerance=1e-3), CANARY, offload=True)
+        await sync.prepare(1, leave)
+        prepared, order = order, []
+        assert prepared == (["canary", "offload", "stage"] if leave else ["canary", "stage"])
+        await sync.check(1)
+        assert order == ([] if leave else ["offload"])
+        order = []
+
+
 async def test_a_preparation_that_failed_is_made_again() -> None:
     pool = ScriptedPool()
     sync, trainer = broadcaster(pool=pool)
