@@ -180,6 +180,19 @@ class Scene:
         return {"held_out": 0.5}
 
 
+async def test_a_checkpoint_for_a_stop_is_due_again_once_ranks_that_left_are_back(tmp_path: Path) -> None:
+    cfg = make_config(runs_dir=str(tmp_path), placement="colocate", train={"num_steps": 9, "batch_size": 1})
+    scene = Scene(cfg, tmp_path / "checkpoints", None)
+    scene.engines_awake = False
+    await scene.roles.acknowledge(1)
+    scene.stop.set()
+    assert not scene.roles.save_due(1) and scene.roles.swaps(1), "ranks have left, or do just now"
+    await scene.roles.swap(1)
+    await scene.roles.pause(1)
+    await scene.roles.engines_to_ranks(2)
+    assert scene.roles.save_due(1)
+
+
 async def saved(scene: Scene, step: int) -> None:
     await scene.roles.save(step)
     await scene.roles.saved()
@@ -474,6 +487,7 @@ def test_nothing_is_trained_by_what_engines_make_before_their_weights_are_checke
     assert order == ["resume", *checks, "fit", "swap", *checks, "fit", "swap", *checks]
 
 
+@pytest.mark.parametrize("interval", [1, 0])
 @pytest.mark.parametrize(
     ("module", "job", "own_engines"),
     [
@@ -484,9 +498,11 @@ def test_nothing_is_trained_by_what_engines_make_before_their_weights_are_checke
     ],
 )
 def test_whenever_a_job_is_stopped_its_last_step_is_saved(
-    module: Any, job: Job, own_engines: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    module: Any, job: Job, own_engines: bool, interval: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """`interval`: of evaluations; 0: after the last step alone, so that nothing but a sync is due between."""
     cfg = stop_config(tmp_path, "separate" if module is train else "colocate")
+    cfg = cfg.model_copy(update={"eval": cfg.eval.model_copy(update={"interval": interval})})
 
     def run(name: str, stop_at: int | None) -> Scene:
         async def main() -> Scene:
@@ -498,7 +514,7 @@ def test_whenever_a_job_is_stopped_its_last_step_is_saved(
         return asyncio.run(main())
 
     whole = run("whole", None)
-    assert whole.trained == STEPS and whole.calls.count("evaluate") == 9 * (STEPS + 1)
+    assert whole.trained == STEPS and whole.calls.count("evaluate") == 9 * (STEPS * interval or 1) + 9
     trained = []
     for number in range(1, len(whole.calls) + 1):
         stopped = run(f"at-{number}", number)
