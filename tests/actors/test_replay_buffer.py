@@ -182,3 +182,21 @@ async def test_buffer_that_comes_back_without_its_journal_says_so(tmp_path: Path
                         return
                 await asyncio.sleep(0.1)
     raise AssertionError("the restarted buffer answers as if nothing had been lost")
+
+
+async def test_counts_come_with_every_change_and_a_lease_with_its_batch_also_from_the_next_process(
+    tmp_path: Path,
+) -> None:
+    async with buffer("buffer-counted", tmp_path / "buffer", max_restarts=-1) as call:
+        there = remote_buffer("buffer-counted", timeout_s=60.0, tries=8)
+        put = ("put", pack_groups([group(n, [0]) for n in range(3)]), 1, 0)
+        results, counts = await there.then_counts(*put)
+        assert [one.stored for one in results] == [True] * 3
+        assert counts.groups["default"] == {Status.COMPLETED: 3}
+        for _ in range(2):
+            await kill(call)
+            lease, counts = await there.then_counts("lease", 1, {"default": 2})
+            assert counts.groups["default"] == {Status.COMPLETED: 1, Status.ARCHIVED: 2}
+            assert (await lease.batch).keys == lease.keys == (("default", 0), ("default", 1))
+        none, counts = await there.then_counts("lease", 2, {"default": 2})
+        assert none is None and counts == await there.counts()
