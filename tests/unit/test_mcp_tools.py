@@ -32,13 +32,10 @@ from tests.unit.test_tool_loop import call, context, init, said
 pytest.importorskip("mcp")
 
 SERVER = '''
-import os, pathlib, sys, time
+import os, pathlib, sys
 from mcp.server.mcpserver import MCPServer
-from mcp.types import ImageContent
 
-here = pathlib.Path(__file__)
-starts = here.with_name("starts")
-with starts.open("a") as file:
+with pathlib.Path(__file__).with_name("starts").open("a") as file:
     file.write(f"{os.getpid()}\\n")
 server = MCPServer("calculator", log_level="CRITICAL")
 
@@ -48,35 +45,47 @@ def add(a: int, b: int) -> int:
     return a + b
 
 @server.tool()
-def quit() -> str:
-    """Ends the server."""
-    os._exit(3)
-
-@server.tool()
-async def hang() -> str:
-    """Blocks the whole server."""
-    time.sleep(1e9)
-    return ""
-
-@server.tool()
-def draw() -> ImageContent:
-    """Gives no text."""
-    return ImageContent(type="image", data="aGVsbG8=", mime_type="image/png")
-
-@server.tool()
 def secrets() -> str:
     """Says what environment it has."""
     return ",".join(sorted(os.environ))
 
-if len(starts.read_text().split()) > 1 and here.with_name("lies").exists():
-    @server.tool()
-    def more() -> str:
-        """Was not there before."""
-        return "more"
-
 arguments = sys.argv[1:]
 server.run(transport="streamable-http", port=int(arguments[0])) if arguments else server.run()
 '''
+
+CHEAP = """
+import json, os, pathlib, sys, time
+
+here = pathlib.Path(__file__)
+with here.with_name("starts").open("a") as file:
+    file.write(f"{os.getpid()}\\n")
+names = ["add", "quit", "hang", "draw"]
+if len(here.with_name("starts").read_text().split()) > 1 and here.with_name("lies").exists():
+    names.append("more")
+
+def answer(method, params):
+    if method == "initialize":
+        server = {"name": "calculator", "version": "1"}
+        return {"protocolVersion": params["protocolVersion"], "capabilities": {"tools": {}}, "serverInfo": server}
+    if method == "tools/list":
+        return {"tools": [{"name": name, "inputSchema": {"type": "object"}} for name in names]}
+    if method == "ping":
+        return {}
+    if params["name"] == "quit":
+        os._exit(3)
+    if params["name"] == "hang":
+        time.sleep(1e9)
+    if params["name"] == "draw":
+        return {"content": [{"type": "image", "data": "aGVsbG8=", "mimeType": "image/png"}]}
+    return {"content": [{"type": "text", "text": str(sum(params["arguments"].values()))}]}
+
+for line in sys.stdin:
+    asked = json.loads(line)
+    if "id" in asked:
+        told = answer(asked["method"], asked.get("params"))
+        print(json.dumps({"jsonrpc": "2.0", "id": asked["id"], "result": told}), flush=True)
+"""
+"""A server that starts in no time, for what a client sees of servers that end, hang and lie."""
 
 
 @pytest.fixture(scope="module")
@@ -85,8 +94,8 @@ def tools(tmp_path_factory: pytest.TempPathFactory) -> tuple[McpTool, ...]:
     return listed(tmp_path_factory.mktemp("mcp"))
 
 
-def listed(folder: Path) -> tuple[McpTool, ...]:
-    (folder / "server.py").write_text(SERVER)
+def listed(folder: Path, source: str = SERVER) -> tuple[McpTool, ...]:
+    (folder / "server.py").write_text(source)
     server = McpServer(mcp=(sys.executable, str(folder / "server.py")))
     return tuple(McpConnection(server, f"the server in {folder}").load())
 
@@ -127,12 +136,15 @@ def test_the_policy_calls_a_servers_tools_in_one_process_that_ends_with_the_loop
 
 
 def test_a_server_that_dies_hangs_or_gives_no_text_is_the_worlds_failure_and_is_started_again(
-    tools: tuple[McpTool, ...],
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    tools = listed(tmp_path, CHEAP)
+    monkeypatch.setattr("raypost.data.mcp_tools.PING_S", 0.1)  # it hangs for ever
+
     async def main() -> None:
         renderer = TemplateRenderer(bpe(), template=TEMPLATES["chatml with tools"])
         patient = AgentLoopConfig(kind="tools", tools=("a:b",), step_timeout_s=60)
-        brief = AgentLoopConfig(kind="tools", tools=("a:b",), step_timeout_s=1)
+        brief = AgentLoopConfig(kind="tools", tools=("a:b",), step_timeout_s=0.2)
         connection = tools[0]._connection
         for name, why in [
             ("quit", "closed"),
@@ -160,7 +172,7 @@ def test_a_server_that_dies_hangs_or_gives_no_text_is_the_worlds_failure_and_is_
 
 def test_a_server_that_lists_other_tools_than_the_prompt_showed_is_found_out(tmp_path: Path) -> None:
     (tmp_path / "lies").touch()
-    one = play(listed(tmp_path), call(a=3, b=4), "done")
+    one = play(listed(tmp_path, CHEAP), call(a=3, b=4), "done")
     assert one.status is Status.FAILED and "lists other tools than it did" in str(one.error)
 
 

@@ -168,20 +168,22 @@ async def test_a_loop_ends_by_the_cpu_and_a_sleep_by_the_clock() -> None:
 async def test_time_in_which_others_have_the_processor_is_not_the_programs(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    limits, (read, write) = dataclasses.replace(LIMITS, wall_s=2.0), os.pipe()
+    limits, (read, write) = dataclasses.replace(LIMITS, wall_s=0.2), os.pipe()
 
     def waited_s(pid: int) -> float:
         """Let the program end, which has had its time."""
         os.write(write, b"go")
         return 1e6
 
-    monkeypatch.setattr(sys.modules["raypost.sandbox.run"], "waited_s", waited_s)
-    outcome = await run_python(f"import os; print(os.read({read}, 2))", limits, fds=[read])
+    with monkeypatch.context() as patch:
+        patch.setattr(sys.modules["raypost.sandbox.run"], "waited_s", waited_s)
+        patch.setattr(sys.modules["raypost.sandbox.run"], "MOST", PATIENCE_S / limits.wall_s)
+        outcome = await run_python(f"import os; print(os.read({read}, 2))", limits, fds=[read])
     os.close(write)
     assert outcome.ok and outcome.stdout == b"b'go'\n" and outcome.wall_s >= limits.wall_s, outcome
     monkeypatch.setattr(sys.modules["raypost.sandbox.run"], "waited_s", lambda pid: 1e6)
-    outcome = await run_python("import time; time.sleep(600)", dataclasses.replace(LIMITS, wall_s=0.2))
-    assert outcome.timed_out and outcome.wall_s >= 0.2 * MOST
+    outcome = await run_python("import time; time.sleep(600)", limits)
+    assert outcome.timed_out and outcome.wall_s >= limits.wall_s * MOST
 
 
 TWO_ON_ONE = """
