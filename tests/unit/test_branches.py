@@ -10,7 +10,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-import smolagents  # type: ignore[import-untyped]
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -211,18 +210,19 @@ def test_trajectories_that_are_no_session_fail_their_member() -> None:
 # ---------------------------------------------------------------- smolagents
 
 
-@smolagents.tool  # type: ignore[untyped-decorator]
-def add(a: int, b: int) -> int:
-    """Adds two numbers.
-
-    Args:
-        a: the first
-        b: the second
-    """
-    return a + b
-
-
 def test_smolagents_which_rewrites_its_history_every_turn_is_one_member_of_a_trajectory_a_turn() -> None:
+    import smolagents  # type: ignore[import-untyped]
+
+    @smolagents.tool  # type: ignore[untyped-decorator]
+    def add(a: int, b: int) -> int:
+        """Adds two numbers.
+
+        Args:
+            a: the first
+            b: the second
+        """
+        return a + b
+
     def agent(session: Session) -> float:
         model = smolagents.OpenAIModel("policy", api_base=session.base_url, api_key=session.api_key)
         solver = smolagents.ToolCallingAgent([add], model, verbosity_level=0, max_steps=4)

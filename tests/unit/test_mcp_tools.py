@@ -29,7 +29,12 @@ from tests.unit.scripted_environments import AnswersInTurn
 from tests.unit.scripted_generator import Scorer
 from tests.unit.test_tool_loop import call, context, init, said
 
-pytest.importorskip("mcp")
+
+@pytest.fixture(autouse=True, scope="module")
+def package() -> None:
+    """Looked for where a test needs it: importing it takes a second."""
+    pytest.importorskip("mcp")
+
 
 SERVER = '''
 import os, pathlib, sys
@@ -89,7 +94,7 @@ for line in sys.stdin:
 
 
 @pytest.fixture(scope="module")
-def tools(tmp_path_factory: pytest.TempPathFactory) -> tuple[McpTool, ...]:
+def tools(package: None, tmp_path_factory: pytest.TempPathFactory) -> tuple[McpTool, ...]:
     """Of a server that was listed once; each test starts its own."""
     return listed(tmp_path_factory.mktemp("mcp"))
 

@@ -17,8 +17,13 @@ from tests.unit.scripted_environments import AnswersInTurn
 from tests.unit.test_session_loop import play
 from tests.unit.test_tool_loop import call, context, said
 
-agents: Any = pytest.importorskip("agents")
 RECIPE = Path(__file__).parents[2] / "jobs" / "recipes" / "openai_agent.py"
+
+
+@pytest.fixture(autouse=True)
+def agents() -> Any:
+    """The package, imported where a test needs it and not by every worker that collects this file."""
+    return pytest.importorskip("agents")
 
 
 def played_twice(agent: Any) -> RolloutState:
@@ -39,7 +44,7 @@ def test_the_recipes_agent_is_one_trajectory_of_what_was_sampled() -> None:
     played_twice(load_function("openai_agent.py:solve", "the recipe", RECIPE.read_text()))
 
 
-def test_an_agent_that_streams_is_the_same() -> None:
+def test_an_agent_that_streams_is_the_same(agents: Any) -> None:
     def calculate(expression: str) -> int:
         """Works out a sum."""
         return sum(map(int, expression.split("+")))
