@@ -61,6 +61,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(key=lambda item: (*LONGEST, item.path.name).index(item.path.name))
 
 
+@pytest.hookimpl(optionalhook=True)
 def pytest_xdist_auto_num_workers() -> int:
     """One more than there are cores: a test in five mostly waits, for processes and for what must time out."""
     return len(os.sched_getaffinity(0)) + 1

@@ -57,7 +57,8 @@ def test_planted_mistakes_are_the_only_type_errors(tmp_path: Path) -> None:
         assert found, f"{name} has no line {line!r}"
         path.write_text(before + mistake + after)
         expected.add(f"{name}:{before.count(chr(10)) + 1}: error: {error}")
-    command = [sys.executable, "-m", "mypy", "--no-pretty", "--hide-error-context", *{name for name, *_ in MISTAKES}]
+    command = [sys.executable, "-m", "mypy", "--no-pretty", "--hide-error-context"]
+    command += {name for name, *_ in MISTAKES}
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=600)
     errors = {line for line in done.stdout.splitlines() if ": error: " in line}
     assert errors == expected, done.stdout + done.stderr
