@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import signal
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
@@ -36,6 +37,7 @@ class Game:
     def step(self, action):
         what = action.split()[0]
         if what == "11":
+            (self.folder / f"hangs-{os.getpid()}").touch()
             time.sleep(1e9)
         if what == "12":
             os.kill(os.getpid(), 9)
@@ -113,7 +115,6 @@ def test_siblings_begin_alike_in_processes_of_their_own_and_random_numbers_are_n
 
 
 FAILURES = {
-    11: "it took longer than step_timeout_s",
     12: "its process ended with signal 9 in step",
     13: "ValueError: no such move",
     15: "step must return an Observation, got NoneType",
@@ -141,10 +142,36 @@ def test_what_goes_wrong_in_a_process_is_its_own_failure_by_name_and_what_it_sta
     def move(asked: GenerateRequest) -> GenerateResult:
         return result([moves[int(asked.request_id.split("/")[2])], STOP])
 
-    played(tmp_path, check, move, step_timeout_s=2)
+    played(tmp_path, check, move)
 
 
-def test_one_that_blocks_holds_up_nobody_and_a_parked_one_keeps_its_process(tmp_path: Path) -> None:
+def test_one_that_hangs_is_ended_after_its_time(tmp_path: Path) -> None:
+    async def check(loop: EnvironmentAgentLoop, folder: Path) -> None:
+        (one,) = (await loop.run(init())).states
+        assert one.status is Status.FAILED and "longer than step_timeout_s" in str(one.error), one.error
+        assert not [pid for pid in pids(folder) if is_alive(pid)]
+
+    played(tmp_path, check, result([11, STOP]), step_timeout_s=1)
+
+
+def test_one_that_hangs_holds_up_nobody(tmp_path: Path) -> None:
+    async def check(loop: EnvironmentAgentLoop, folder: Path) -> None:
+        hanging = asyncio.create_task(loop.run(init()))
+        async with asyncio.timeout(100):
+            while not pids(folder, "hangs"):
+                await asyncio.sleep(0.01)
+        other = init()
+        other.group_id = other.states[0].group_id = 1
+        assert (await loop.run(other)).status is Status.COMPLETED and not hanging.done()
+        (pid,) = pids(folder, "hangs")
+        os.kill(pid, signal.SIGKILL)
+        (one,) = (await hanging).states
+        assert one.status is Status.FAILED and "ended with signal 9" in str(one.error), one.error
+
+    played(tmp_path, check, result([11, STOP]), result([10, STOP]), step_timeout_s=100)
+
+
+def test_a_parked_one_keeps_its_process(tmp_path: Path) -> None:
     async def check(loop: EnvironmentAgentLoop, folder: Path) -> None:
         paused = await loop.run(init(max_tokens=90))
         assert (paused.status, loop.num_parked) == (Status.ABORTED, 1)
