@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import pickle
 from collections.abc import Iterator
 from typing import Any
@@ -57,10 +56,8 @@ def python_task(kind: str, size: int) -> TaskConfig:
     return TaskConfig(source=source, judge=JudgeConfig(kind="exact"))
 
 
-@functools.cache
-def gym(size: int, seed: int) -> tuple[TaskConfig, Any]:
-    task = TaskConfig(source=SourceConfig(kind="reasoning_gym", dataset="chain_sum", size=size + 20))
-    return task, build_source(task, seed)
+def gym_task(size: int) -> TaskConfig:
+    return TaskConfig(source=SourceConfig(kind="reasoning_gym", dataset="chain_sum", size=size + 20))
 
 
 class Interrupted(RuleBasedStateMachine):
@@ -79,7 +76,8 @@ class Interrupted(RuleBasedStateMachine):
             case "stream":
                 self.task, self.source = task_config(), UnreliableStream(size)
             case "reasoning_gym":
-                self.task, self.source = gym(size, seed)
+                self.task = gym_task(size)
+                self.source = build_source(self.task, seed)
             case _:
                 self.task = python_task(kind.removesuffix(" rows"), size)
                 self.source = build_source(self.task, seed)
