@@ -9,7 +9,8 @@ step one after the other with nothing between them (`alone`); TRL's GRPOTrainer,
 and with a colocated vLLM (`trl_vllm`).
 
 asynchronous: lengths with a long tail (mean 136, max 384 tokens, the same for all samples of a prompt), staleness at
-most 4. Sides: raypost; an engine that is always full and a trainer that always has a batch, both at once on the two
+most 4. Sides: raypost, also with the keys and values of frozen requests computed anew at each sync
+(`raypost_recompute`); an engine that is always full and a trainer that always has a batch, both at once on the two
 cores with nothing between them (`bare`: the slower of the two, the physical limit). raypost has its defaults but for
 what is said here.
 
@@ -58,7 +59,7 @@ SETTINGS = {
         ("trl",),
         ("trl_vllm",),
     ),
-    "asynchronous": (("raypost",), ("engine_only", "trainer_only")),
+    "asynchronous": (("raypost",), ("raypost_recompute",), ("engine_only", "trainer_only")),
 }
 """Sides of each setting; those that stand together have their turns at once."""
 TURN_S = {"synchronous": 6.0, "asynchronous": 15.0}
@@ -143,6 +144,7 @@ def write_files(folder: Path, tailed: bool) -> Setup:
         "raypost_two": {
             key: recipe[key] | {"num_workers": 2, "num_cpus": 0.5} for key in ("rollout", "train")
         },
+        "raypost_recompute": {"sync": {"recompute_kv_cache": True}},
         "raypost_colocate": {"placement": "colocate"},
         "alone": {"placement": "colocate"},
     }.items():

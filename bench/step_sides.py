@@ -362,6 +362,7 @@ def trl(setup: Setup, turns: Turns, name: str) -> None:
 
 SIDES: dict[str, Callable[[Setup, Turns], None]] = {
     "raypost": functools.partial(raypost, name="raypost", placement="separate"),
+    "raypost_recompute": functools.partial(raypost, name="raypost_recompute", placement="separate"),
     "raypost_two": functools.partial(raypost, name="raypost_two", placement="separate"),
     "raypost_colocate": functools.partial(raypost, name="raypost_colocate", placement="colocate"),
     "alone": alone,

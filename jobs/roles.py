@@ -47,6 +47,8 @@ log = logging.getLogger(__name__)
 
 LAST_CALL_S = 15.0
 """How long each role is waited for at the end of a run: it may be the one that hangs."""
+CHECK_AFTER_S = 0.03
+"""Requests that waited for a version go first: before them the canary would take a step of the engines for itself."""
 STOPPED = TakeStatus(status=ProduceBatchStatus.NORMAL, step=0, num_groups=0)
 """Status of a take that a stop ended: there is no batch."""
 
@@ -303,6 +305,7 @@ class Roles:
 
     async def _check(self, version: int, swapped_s: float | None = None) -> None:
         """Check and record the sync of a version that is served; `swapped_s`: how long it took, if it was a swap."""
+        await asyncio.sleep(CHECK_AFTER_S)
         if swapped_s is not None:
             self._sync = replace(await self.broadcaster.check(version), seconds=swapped_s)
         elif self._sync is not None:

@@ -58,6 +58,10 @@ class RolloutEngine(VllmEngine):
         self._asleep: set[Memory] = set()
         self.verify = config.verify
         """Which loads are read back."""
+        self.recompute_kv_cache = config.recompute_kv_cache
+        """Whether a load drops the keys and values of frozen requests."""
+        self._loads = 0
+        """Names what weights made keys and values."""
         self._staged: Manifest | None = None
         self._held: Manifest | None = None
         """What was loaded last, if it is there still."""
@@ -108,7 +112,7 @@ class RolloutEngine(VllmEngine):
             detokenize=False,
             output_kind=RequestOutputKind.FINAL_ONLY,
         )
-        prompt = tokens_input(prompt_ids.tolist())
+        prompt = tokens_input(prompt_ids.tolist(), cache_salt=str(self._loads))
         queue = await self.llm.add_request("prompt-logprobs", prompt, params, priority=CANARY_PRIORITY)
         try:
             if resume:
@@ -125,19 +129,22 @@ class RolloutEngine(VllmEngine):
     async def _run(
         self, token_ids: IntArray, params: SamplingParams, request_id: str, priority: int = 0
     ) -> RequestOutput:
-        prompt = tokens_input(token_ids.tolist())
+        # Requests share keys and values of the same weights only, also where a load leaves older ones in the cache.
+        prompt = tokens_input(token_ids.tolist(), cache_salt=str(self._loads))
         return await last_of(self.llm.generate(prompt, params, request_id, priority=priority))
 
     async def pause(self, mode: Literal["abort", "keep"], clear_cache: bool = True) -> None:
         """Abort the requests in the engine, or freeze them; then drop all cached keys and values. Later ones queue.
 
+        Without `recompute_kv_cache` those that are frozen keep theirs.
         Returns once the engine is idle. Every token has left the engine by then, with the version it was sampled
         under, so none of them can take on a version that is loaded afterwards. What the engine gave back may still be
         on its way to those who asked for it: wait for their answers.
         """
         # AsyncLLM.pause_generation sleeps 20 ms after this call, for those who do not wait for answers, and before it
         # empties a cache of images, which no request here has.
-        await self.llm.engine_core.pause_scheduler_async(mode=mode, clear_cache=clear_cache)
+        kept = mode == "keep" and not self.recompute_kv_cache
+        await self.llm.engine_core.pause_scheduler_async(mode=mode, clear_cache=clear_cache and not kept)
 
     async def resume(self) -> None:
         """Let requests run again."""
@@ -216,22 +223,22 @@ class RolloutEngine(VllmEngine):
         None: it was not asked for. With it comes what the engine then says it holds. Raises what vLLM raises, the cause
         in the text.
 
-        Frozen requests lose their keys and values, which the old weights made: vLLM preempts them, and when
-        they go on, it first runs prompt and response so far through the new weights.
+        With `recompute_kv_cache` frozen requests lose their keys and values, which the old weights made: vLLM preempts
+        them, and when they go on, it first runs prompt and response so far through the new weights.
         """
         self._staged = self._held = None
-        done: tuple[Any, ...] = await asyncio.gather(
+        done: list[Any] = await asyncio.gather(
             self.llm.collective_rpc("load_staged", args=(manifest.version, manifest.digest, self.verify)),
             # The engine does them in this order; it stands still for each answer that is waited for.
             self.llm.update_weight_version(str(manifest.version)),
-            self.llm.reset_prefix_cache(reset_running_requests=True),
+            *([self.llm.reset_prefix_cache(reset_running_requests=True)] if self.recompute_kv_cache else []),
             return_exceptions=True,
         )
         failed = [one for one in done if isinstance(one, BaseException)]
         if failed:
             await self.llm.update_weight_version(str(self._version))
             raise failed[0]
-        self._held, self._version = manifest, manifest.version
+        self._held, self._version, self._loads = manifest, manifest.version, self._loads + 1
         read = [ReadBack(*one) for one, _ in done[0] if one is not None]
         return ReadBack.of_ranks(read) if read else None, _agreed(says for _, says in done[0])
 

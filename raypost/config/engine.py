@@ -30,6 +30,8 @@ class EngineConfig:
     """Size, parallelism and deadlines of the engine."""
     verify: VerifyWeights = "every"
     """Which of its loads are read back."""
+    recompute_kv_cache: bool = False
+    """Whether a load drops the keys and values of frozen requests."""
 
     @classmethod
     def of(cls, config: Config, pool: EnginePoolConfig | None = None) -> EngineConfig:
@@ -42,6 +44,7 @@ class EngineConfig:
             sleep_mode=pool is None and config.placement == "colocate" and config.device == "cuda",
             rollout=config.rollout if pool is None else config.rollout.of_pool(pool),
             verify=config.sync.verify,
+            recompute_kv_cache=config.sync.recompute_kv_cache,
         )
 
     def environment(self) -> dict[str, str]:

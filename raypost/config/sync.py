@@ -25,6 +25,10 @@ class SyncConfig(ConfigModel):
     requests freeze in the engine and go on with the new weights; they are aborted where the engine is needed for an
     evaluation or given to the ranks, where a checkpoint is written, and where a task does not continue what a sync
     interrupts (`max_staleness` 0 or no `enable_partial_rollout`). wait: requests run to their end first."""
+    recompute_kv_cache: bool = False
+    """Whether requests that `keep` froze run their prompt and tokens so far through the new weights before they go on.
+    false: they go on at once with the keys and values that the weights before made. In both cases each token's logprob
+    is that which it was sampled with, and what begins after a sync uses nothing that older weights made."""
     timeout_s: Annotated[float, Field(gt=0)] = 300
     """Longest time that all workers may take to load and acknowledge one version, seconds."""
     transport: Transport = "auto"
@@ -41,3 +45,8 @@ class SyncConfig(ConfigModel):
     """Which loads are read back: digests of an engine's parameters, computed where it serves from, are compared with
     those of what the trainer sent. every: all. first: the first of each engine. off: none; what was received is
     verified at every sync in any case."""
+
+    @property
+    def keeps_kv_cache(self) -> bool:
+        """Whether tokens may depend on keys and values that older weights made than those that sampled them."""
+        return self.pause_mode == "keep" and not self.recompute_kv_cache

@@ -58,7 +58,7 @@ from raypost.trainer.snapshot import Snapshot
 from raypost.trainer.state_files import AVERAGE
 from raypost.types import FloatArray, IntArray
 from raypost.types.packed import PackedGroups
-from raypost.types.staleness import staleness_of
+from raypost.types.staleness import oldest_so_far, staleness_of
 from raypost.weights.names import CheckpointNames
 
 Outputs = tuple[Tensor, Tensor]
@@ -202,7 +202,10 @@ class PolicyRank(Rank[PolicyInputs, Outputs]):
         train = self._train
         logprobs_T, entropy_T = self._forward(micro)
         rollout_T = self._tensor(micro.rollout_logprobs_T)
-        staleness_T = self._tensor(staleness_of(micro.policy_versions_T, step))
+        versions_T = micro.policy_versions_T
+        if self._config.sync.keeps_kv_cache:
+            versions_T = oldest_so_far(versions_T, micro.sample_T)
+        staleness_T = self._tensor(staleness_of(versions_T, step))
         before_T = self._picked(inputs.old_logprobs, micro)
         kind = train.correction.proximal
         proximal_T = proximal_logprobs(kind, logprobs_T, rollout_T, staleness_T, before_T)

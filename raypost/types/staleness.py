@@ -31,6 +31,16 @@ def staleness_of(policy_version: Version, train_step: int) -> Version:
     return train_step - 1 - policy_version
 
 
+def oldest_so_far(versions_T: IntArray, trajectory_T: NDArray[np.int64]) -> IntArray:
+    """Return for every token the oldest version of its trajectory's tokens up to it.
+
+    `trajectory_T`: which trajectory each token is of; those of one are in a row, in order.
+    """
+    starts = np.flatnonzero(np.diff(trajectory_T, prepend=-1))
+    parts = np.split(versions_T, starts[1:])
+    return np.concatenate([np.minimum.accumulate(part) for part in parts])
+
+
 def oldest_version(state: RolloutState) -> int | None:
     """Return the version of the trajectory's oldest token that a policy produced; None if there is none."""
     versions = state.policy_versions[state.policy_versions != NO_VERSION]

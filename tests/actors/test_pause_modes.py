@@ -3,17 +3,27 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 from dataclasses import replace
 
 import numpy as np
 import pytest
 import pytest_asyncio
+import torch
 
 from raypost.agent_loop.single_turn import SingleTurnAgentLoop
 from raypost.errors import WeightError
-from raypost.types import EVALUATION_PRIORITY, GenerateResult, Group, RolloutState, SampleParams, Status
+from raypost.types import (
+    EVALUATION_PRIORITY,
+    FloatArray,
+    GenerateResult,
+    Group,
+    RolloutState,
+    SampleParams,
+    Status,
+)
 from raypost.types.pause import PauseDeadlines, PauseMode
 from tests.actors.tiny_engine import (
     CONFIG,
@@ -107,6 +117,63 @@ async def test_swap_splits_versions_at_the_token_in_one_call(bench: Bench) -> No
     assert {(one.finish_reason, len(one.response_ids)) for one in results} == {("length", TOKENS)}
     assert {tuple(sorted(set(one.policy_versions))) for one in results} == {(old, bench.version)}
     assert max(bench.gaps(one).max() for one in results) < TOLERANCE
+
+
+@contextlib.contextmanager
+def without_recomputing(bench: Bench) -> Iterator[None]:
+    """As with `sync.recompute_kv_cache: false`."""
+    engine = bench.worker._life.engine
+    assert engine is not None and CONFIG.recompute_kv_cache == engine.recompute_kv_cache, (
+        "the configuration's"
+    )
+    engine.recompute_kv_cache = not CONFIG.recompute_kv_cache
+    yield
+    engine.recompute_kv_cache = CONFIG.recompute_kv_cache
+
+
+def continued_logprobs(bench: Bench, result: GenerateResult) -> FloatArray:
+    """Logprobs of a result of two versions, the second of which goes on from keys and values of the first."""
+    at, (old, new) = boundary(result), sorted(set(result.policy_versions))
+    ids = torch.from_numpy(np.concatenate([PROMPT, result.response_ids]).astype(np.int64))[None]
+    # The last token of the first version has not been through the model yet when the second one comes.
+    computed = len(PROMPT) + at - 1
+    with torch.no_grad():
+        first = bench.history[old](ids[:, :computed], use_cache=True)
+        second = bench.history[new](ids[:, computed:], past_key_values=first.past_key_values)
+    logprobs = torch.log_softmax(torch.cat([first.logits, second.logits], 1)[0, :-1], -1)
+    expected: FloatArray = logprobs.gather(1, ids[0, 1:, None])[:, 0].numpy()
+    return expected[len(PROMPT) - 1 :]
+
+
+async def test_without_recomputing_requests_go_on_from_their_keys_and_values(bench: Bench) -> None:
+    with without_recomputing(bench):
+        calls = start(bench, MORE_THAN_SLOTS)
+        await bench.progress(SLOTS)
+        old = bench.version
+        await bench.swap()
+        results = await results_of(calls)
+    assert {(one.finish_reason, len(one.response_ids)) for one in results} == {("length", TOKENS)}
+    spanning = [one for one in results if old in one.policy_versions]
+    assert len(spanning) == SLOTS
+    for one in spanning:
+        assert np.max(np.abs(continued_logprobs(bench, one) - one.logprobs)) < TOLERANCE
+    assert max(bench.gaps(one).max() for one in spanning) > TOLERANCE, "the two ways differ"
+    queued = [one for one in results if old not in one.policy_versions]
+    assert max(difference(bench.model, one) for one in queued) < TOLERANCE
+
+
+async def test_without_recomputing_later_requests_use_nothing_that_older_weights_made(bench: Bench) -> None:
+    prompt = np.arange(200, dtype=np.int32) % 50
+    with without_recomputing(bench):
+        frozen = start(bench, 2)
+        await bench.progress(2)
+        for _ in range(2):
+            result = await bench.worker.generate(request("same prompt", 4, prompt))
+            ids = np.concatenate([prompt, result.response_ids])
+            expected = expected_logprobs(bench.model, ids)[len(prompt) - 1 :]
+            assert np.max(np.abs(expected - result.logprobs)) < TOLERANCE
+            await bench.swap()
+        await results_of(frozen)
 
 
 async def test_keep_may_be_repeated_and_span_several_loads(bench: Bench) -> None:

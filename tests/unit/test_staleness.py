@@ -14,6 +14,7 @@ from raypost.types.staleness import (
     fresh_tokens,
     is_expired,
     newest_trained_versions,
+    oldest_so_far,
     oldest_version,
     oldest_versions,
     production_expired,
@@ -124,3 +125,10 @@ def test_many_trajectories_at_once_are_as_each_alone(shapes: list[list[tuple[int
     for one, newest in zip(shapes, newest_trained_versions(versions, mask, offsets).tolist(), strict=True):
         trained = [version for version, is_trained in one if is_trained]
         assert newest == (NEVER if NO_VERSION in trained or not trained else max(trained))
+
+
+def test_oldest_so_far_begins_anew_with_each_trajectory() -> None:
+    versions = np.asarray([3, 4, 4, 2, 5, 4, 6], np.int32)
+    trajectories = np.asarray([0, 0, 0, 1, 1, 3, 3], np.int64)
+    assert oldest_so_far(versions, trajectories).tolist() == [3, 3, 3, 2, 2, 4, 4]
+    assert oldest_so_far(versions[:0], trajectories[:0]).tolist() == []
