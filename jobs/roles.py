@@ -19,7 +19,7 @@ from jobs.records import Records
 from jobs.recovery import GangRecovery
 from jobs.saving import Saver
 from jobs.space import Space
-from jobs.stopping import production_ended, stopped, unless, watching
+from jobs.stopping import LAST_CALL_S, last_call, production_ended, stopped, unless, watching
 from raypost.checkpoint import CheckpointDir
 from raypost.config import Config
 from raypost.errors import StoppedError
@@ -45,8 +45,6 @@ T = TypeVar("T")
 Batch = tuple[TakeStatus, Ref[PackedGroups] | None]
 log = logging.getLogger(__name__)
 
-LAST_CALL_S = 15.0
-"""How long each role is waited for at the end of a run: it may be the one that hangs."""
 CHECK_AFTER_S = 0.03
 """Requests that waited for a version go first: before them the canary would take a step of the engines for itself."""
 STOPPED = TakeStatus(status=ProduceBatchStatus.NORMAL, step=0, num_groups=0)
@@ -90,7 +88,7 @@ class Roles:
     """Version that production goes on with; None: it is paused."""
     _left: bool = False
     """Whether ranks leave the devices that they share with engines as soon as their weights are published."""
-    _preparing: asyncio.Task[None] | None = None
+    _preparing: asyncio.Future[tuple[None, None]] | None = None
     """Of the version of the step that was trained last, where a sync follows it."""
     _loading: asyncio.Task[None] | None = None
     """Of a version that is not prepared yet, for which it waits."""
@@ -149,8 +147,7 @@ class Roles:
         if not self.cfg.sync_due(step):
             return await acknowledged
         self._left = self.cfg.placement == "colocate" and self.swaps(step) and not self.save_due(step)
-        begun = _both(self.broadcaster.prepare(step, self._left), acknowledged)
-        self._preparing = asyncio.create_task(begun, name=f"preparation of version {step}")
+        self._preparing = asyncio.gather(self.broadcaster.prepare(step, self._left), acknowledged)
 
     async def while_producing(self, work: Awaitable[T]) -> T:
         """Return the result of `work`. Raises what ended production before it, and StoppedError on a stop."""
@@ -392,26 +389,10 @@ class Roles:
         await asyncio.gather(*background, return_exceptions=True)
         await self.saver.settle()
         # The run is over: what it measured must reach the disk, with or without the others.
-        counts = await _bounded("the producer gave no final counts", self.producer.counts())
+        counts = await last_call("the producer gave no final counts", self.producer.counts())
         await self.records.settle(LAST_CALL_S)
-        await _bounded("the last sync is not recorded", self.records.sync(self._sync))
+        await last_call("the last sync is not recorded", self.records.sync(self._sync))
         if counts is not None and not counts.sampled:
             counts = None  # nothing was restored or begun: what the run counted before stands
         report = await self.telemetry.finish(status, error, counts)
         self.display.finish(report, self.cfg.run_dir)
-
-
-async def _both(first: Awaitable[None], second: Awaitable[None]) -> None:
-    """Wait for two calls that are made at once. Raises the first failure."""
-    await asyncio.gather(first, second)
-
-
-async def _bounded(failed: str, work: Awaitable[T]) -> T | None:
-    """Return the result of what is tried once more at the end, for LAST_CALL_S; None, with a warning, if it fails."""
-    try:
-        async with asyncio.timeout(LAST_CALL_S):
-            return await work
-    # A supervision boundary: what fails at the end must not hide why the run ends.
-    except Exception as error:
-        log.warning("%s: %s: %s", failed, type(error).__name__, error)
-        return None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
 import signal
 from collections.abc import Awaitable
@@ -11,6 +12,10 @@ from typing import NoReturn, TypeVar
 from raypost.errors import ProductionError, StoppedError
 
 T = TypeVar("T")
+log = logging.getLogger(__name__)
+
+LAST_CALL_S = 15.0
+"""How long each role is waited for at the end of a run: it may be the one that hangs."""
 
 _TERMINAL = [stream for stream in (1, 2) if os.isatty(stream)]
 """Of standard output and error, those that are a terminal: of one that is gone nobody can tell."""
@@ -72,3 +77,14 @@ async def production_ended(production: asyncio.Task[None]) -> NoReturn:
     await asyncio.wait({production})
     production.result()
     raise ProductionError("production ended without an error although the run goes on")
+
+
+async def last_call(failed: str, work: Awaitable[T]) -> T | None:
+    """Return the result of what is tried once more at the end, for LAST_CALL_S; None, with a warning, if it fails."""
+    try:
+        async with asyncio.timeout(LAST_CALL_S):
+            return await work
+    # A supervision boundary: what fails at the end must not hide why the run ends.
+    except Exception as error:
+        log.warning("%s: %s: %s", failed, type(error).__name__, error)
+        return None

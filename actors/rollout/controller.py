@@ -34,9 +34,9 @@ from actors.rollout.member import PoolWorker, WorkerState
 from actors.rollout.pool import WorkerPool
 from actors.rollout.rebuild import ask_all, living_kin, once_known, pool_of
 from actors.rollout.routing import LIFE
-from actors.rollout.status import Held, SentWeights
+from actors.rollout.status import Held, SentWeights, Swapped
 from raypost.config import RolloutConfig
-from raypost.errors import NotStagedError, RaypostError, StaleWeightsError, WeightError
+from raypost.errors import NotStagedError, RaypostError, StaleWeightsError
 from raypost.types import FloatArray, IntArray, PoolHolds, Ref, WeightReport
 from raypost.types.pause import PauseMode
 from raypost.weights.manifest import Bytes, Manifest
@@ -74,8 +74,7 @@ class RolloutController(WorkerPool, Watched):
         self._staged: SentWeights | None = None
         self._awaited: int | None = None
         """The version that a swap waits for; it is staged by the swap itself."""
-        self._swapped: tuple[Manifest, list[WeightReport]] | None = None
-        """What the workers said they hold after the last swap."""
+        self._swapped = Swapped()
         self._held: Held | None = None
         """What the workers hold, while the controller that was started again lacks the weights."""
         self._pausing = False
@@ -89,6 +88,10 @@ class RolloutController(WorkerPool, Watched):
     def _version(self) -> int | None:
         held = self._holding
         return None if held is None else held.version
+
+    @property
+    def _staged_version(self) -> int | None:
+        return None if self._staged is None else self._staged.manifest.version
 
     @property
     def _holding(self) -> Held | None:
@@ -148,12 +151,7 @@ class RolloutController(WorkerPool, Watched):
         if not limit_s:
             return
         async with self._changed:
-            staged = self._changed.wait_for(
-                lambda: (
-                    self._version == version
-                    or (self._staged is not None and self._staged.manifest.version == version)
-                )
-            )
+            staged = self._changed.wait_for(lambda: version in (self._version, self._staged_version))
             self._awaited = version
             try:
                 await within(staged, limit_s, f"version {version} to be staged")
@@ -216,9 +214,7 @@ class RolloutController(WorkerPool, Watched):
         await self._until_none_starts()
         async with self._control:
             if not self._asleep:
-                raise RaypostError(
-                    "the pool was woken while it fell asleep: sleep and wake one after the other"
-                )
+                raise RaypostError("the pool was woken while it fell asleep: do one after the other")
             await self._on_every_up("sleep", self._rollout.pause_timeout_s, keep_weights)
 
     async def _until_none_starts(self) -> None:
@@ -244,16 +240,13 @@ class RolloutController(WorkerPool, Watched):
         async with self._control:
             is_behind = version != self._version
             if is_behind:
-                staged = self._staged if self._incarnation else None
-                if staged is None or staged.manifest.version != version:
+                if not self._incarnation or self._staged_version != version:
                     raise StaleWeightsError(f"cannot serve version {version}: the pool holds {self._version}")
-                self._weights, self._staged, self._held = staged, None, None
+                self._weights, self._staged, self._held = self._staged, None, None
             if self._asleep or is_behind:
                 await self._load_every_up()
             await self._on_every_up("resume", self._rollout.pause_timeout_s, version)
-            self._paused = False
-            self._mode = None
-            self._asleep = False
+            self._paused, self._mode, self._asleep = False, None, False
         await self._notify()
 
     @once_known
@@ -302,14 +295,14 @@ class RolloutController(WorkerPool, Watched):
             if version == self._version and not self._paused:
                 return
             if version != self._version:
-                if self._staged is None or self._staged.manifest.version != version:
+                if self._staged_version != version:
                     raise StaleWeightsError(f"cannot swap to version {version}: stage it first")
                 self._weights, self._staged, self._held = self._staged, None, None
             self._asleep = False
             if self._weights is None:
                 await self._on_every_up("resume", self._rollout.pause_timeout_s, version)
             else:
-                self._swapped = self._weights.manifest, await self._load_every_up("swap")
+                self._swapped = Swapped(self._weights.manifest, await self._load_every_up("swap"))
             await self._until_closed()
             was_paused, self._paused, self._mode = self._paused, False, None
         if was_paused:
@@ -325,9 +318,11 @@ class RolloutController(WorkerPool, Watched):
         """
         deadline = time.monotonic() + self._sync_timeout_s
         async with self._control:
-            if self._weights is not None and (reports := self._since_swap(manifest)):
-                self._weights = replace(self._weights, buckets=buckets)
-                return reports
+            if self._weights is not None and self._weights.manifest == manifest and not self._paused:
+                up = [worker.name for worker in self._workers if worker.state is WorkerState.UP]
+                if reports := self._swapped.of(manifest, up):
+                    self._weights = replace(self._weights, buckets=buckets)
+                    return reports
             staged = self._staged
             received = staged is not None and staged.manifest == manifest and staged.received
             self._weights, self._staged, self._held = SentWeights(manifest, buckets, received), None, None
@@ -339,16 +334,6 @@ class RolloutController(WorkerPool, Watched):
             if reports:
                 return reports
             await self._until_one_is_up(deadline)
-
-    def _since_swap(self, manifest: Manifest) -> list[WeightReport]:
-        """Return what live workers said when they began to serve a version, if they serve it."""
-        if self._paused or self._weights is None or self._swapped is None:
-            return []
-        swapped, reports = self._swapped
-        if not swapped == manifest == self._weights.manifest:
-            return []
-        up = {worker.name for worker in self._workers if worker.state is WorkerState.UP}
-        return [report for report in reports if report.worker in up]
 
     @once_known
     async def holds(self) -> PoolHolds | None:
@@ -378,7 +363,7 @@ class RolloutController(WorkerPool, Watched):
         sent = self._weights
         reports = await self._with_weights(method, sent)
         for report in reports:
-            self._verify(report)
+            sent.verify(report)
         return reports
 
     async def _with_weights(self, method: str, sent: SentWeights) -> list[WeightReport]:
@@ -396,22 +381,11 @@ class RolloutController(WorkerPool, Watched):
         """
         async with self._control:
             if self._asleep:
-                raise RaypostError(
-                    "the pool sleeps and others use its devices: load a version, or resume it, first"
-                )
+                raise RaypostError("the pool sleeps and others use its devices: load a version, or resume it")
             answers = await self._on_every_up("canary", self._sync_timeout_s, prompt_ids, named=True)
             if answers:
                 self._canary = self._version, prompt_ids, answers[0][1]
             return answers
-
-    def _verify(self, report: WeightReport) -> None:
-        assert self._weights is not None, "weights are verified only after they were set"
-        sent = self._weights.manifest
-        if (report.version, report.digest) != (sent.version, sent.digest):
-            raise WeightError(
-                f"{report.worker} holds version {report.version} with digest {report.digest}, but version "
-                f"{sent.version} with digest {sent.digest} was sent"
-            )
 
     async def _catch_up(self, worker: PoolWorker) -> None:
         # Also while the pool serves: a worker that was only out of reach may still serve another version.
@@ -419,7 +393,7 @@ class RolloutController(WorkerPool, Watched):
         if self._weights is None:
             return
         weights = self._weights.manifest, *self._weights.buckets
-        self._verify(await worker.call("load_weights", self._sync_timeout_s, "to catch up", *weights))
+        self._weights.verify(await worker.call("load_weights", self._sync_timeout_s, "to catch up", *weights))
         if self._canary is not None and self._canary[0] == self._version and self._canary_tolerance:
             await worker.compare(*self._canary[1:], self._canary_tolerance, self._sync_timeout_s)
         if not self._paused:

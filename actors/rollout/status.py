@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from actors.rollout.loads import Room
-from raypost.types import Ref
+from raypost.errors import WeightError
+from raypost.types import Ref, WeightReport
 from raypost.types.pause import PauseMode
 from raypost.weights.manifest import Bytes, Manifest
 
@@ -50,3 +52,25 @@ class SentWeights:
     def least(self) -> list[Ref[Bytes]]:
         """The buckets for workers that hold the version before."""
         return [] if self.received else self.buckets[self.manifest.base_buckets :]
+
+    def verify(self, report: WeightReport) -> None:
+        """Raise WeightError if a worker says that it holds something else."""
+        sent = self.manifest
+        if (report.version, report.digest) != (sent.version, sent.digest):
+            raise WeightError(
+                f"{report.worker} holds version {report.version} with digest {report.digest}, but version "
+                f"{sent.version} with digest {sent.digest} was sent"
+            )
+
+
+class Swapped(NamedTuple):
+    """What workers said they hold once they served a version that a swap brought."""
+
+    manifest: Manifest | None = None
+    reports: Sequence[WeightReport] = ()
+
+    def of(self, manifest: Manifest, workers: Collection[str]) -> list[WeightReport]:
+        """Return what these workers said of a version; nothing if another was swapped in last."""
+        if manifest != self.manifest:
+            return []
+        return [report for report in self.reports if report.worker in workers]
