@@ -39,7 +39,7 @@ class Records:
         status: TakeStatus,
         trained: Mapping[str, float],
         batch_ref: Ref[PackedGroups] | None,
-        after: asyncio.Future[tuple[None, None]] | None,
+        after: asyncio.Task[None] | None,
     ) -> None:
         """Record one train step, and samples of its batch, once `after` has ended; show it now."""
         memory = {metrics.DRIVER_RSS_BYTES: psutil.Process().memory_info().rss}
@@ -52,7 +52,7 @@ class Records:
         step: int,
         record: Mapping[str, object],
         batch_ref: Ref[PackedGroups] | None,
-        after: asyncio.Future[tuple[None, None]] | None,
+        after: asyncio.Task[None] | None,
     ) -> None:
         if after is not None:
             await asyncio.wait({after})

@@ -88,7 +88,7 @@ class Roles:
     """Version that production goes on with; None: it is paused."""
     _left: bool = False
     """Whether ranks leave the devices that they share with engines as soon as their weights are published."""
-    _preparing: asyncio.Future[tuple[None, None]] | None = None
+    _preparing: asyncio.Task[None] | None = None
     """Of the version of the step that was trained last, where a sync follows it."""
     _loading: asyncio.Task[None] | None = None
     """Of a version that is not prepared yet, for which it waits."""
@@ -140,14 +140,17 @@ class Roles:
     async def acknowledge(self, step: int) -> None:
         """Record that the batch of `step` is trained, but for what the trainer left out.
 
-        Where a sync follows, this ends at once: the record is made while the version is prepared, and what needs that,
-        or the ranks, waits for both.
+        Where a sync follows, it ends at once, and what needs the ranks or the version waits for the record and that.
         """
         acknowledged = self.producer.acknowledge(step, self.trainer.left_out)
         if not self.cfg.sync_due(step):
             return await acknowledged
         self._left = self.cfg.placement == "colocate" and self.swaps(step) and not self.save_due(step)
-        self._preparing = asyncio.gather(self.broadcaster.prepare(step, self._left), acknowledged)
+
+        async def both() -> None:
+            await asyncio.gather(self.broadcaster.prepare(step, self._left), acknowledged)
+
+        self._preparing = asyncio.create_task(both(), name=f"preparation of version {step}")
 
     async def while_producing(self, work: Awaitable[T]) -> T:
         """Return the result of `work`. Raises what ended production before it, and StoppedError on a stop."""
@@ -240,9 +243,8 @@ class Roles:
         await self.gang.guard(lambda: self._swap(version))
         self._served, self.load.paused = version, False
         self.records.last[metrics.SYNC_S] = seconds = time.monotonic() - start
-        self._checking = asyncio.create_task(
-            self._check(version, seconds), name=f"check of version {version}"
-        )
+        checking = self._check(version, seconds)
+        self._checking = asyncio.create_task(checking, name=f"check of version {version}")
 
     async def _swap(self, version: int) -> None:
         """Prepare a version and load it; where nothing is generated meanwhile, the load waits for it at the pool."""

@@ -29,8 +29,8 @@ from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar, cast
 import ray
 from ray.actor import ActorHandle
 
+from actors.training.answers import RankFacts, TrainedStep
 from actors.training.ranks import Ranks
-from actors.training.worker import RankFacts, TrainedStep
 from raypost.config import Config
 from raypost.errors import RankLostError, RaypostError
 from raypost.types import FloatArray, GroupKey, IntArray, Reference

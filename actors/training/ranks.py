@@ -23,7 +23,7 @@ import ray
 from ray.actor import ActorHandle
 
 from actors.remote import ACTOR_ERRORS, asked, is_still, repeated, within
-from actors.training.worker import RankFacts
+from actors.training.answers import RankFacts
 from raypost.config import Config
 from raypost.errors import RankLostError, RanksLateError, WaitTimeoutError
 from raypost.observe.waits import waiting

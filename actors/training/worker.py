@@ -14,11 +14,13 @@ import os
 import socket
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
+import numpy as np
 import psutil
 import ray
 
+from actors.training.answers import Publication, RankFacts, TrainedStep
 from actors.training.once import Once
 from actors.training.sender import GroupSender
 from raypost.config import Config
@@ -31,7 +33,7 @@ from raypost.trainer.algorithm.token_advantages import (
     TokenValues,
 )
 from raypost.trainer.batch.train_batch import Column
-from raypost.types import FloatArray, GroupKey, IntArray
+from raypost.types import FloatArray, IntArray
 from raypost.types.packed import PackedGroups
 from raypost.weights.delta import DeltaPacker
 from raypost.weights.manifest import Given, Manifest, pack_adapters, pack_by
@@ -52,30 +54,6 @@ CONCURRENCY_GROUPS = {"control": 1, "write": 1}
 thread of its own."""
 
 
-class Publication(NamedTuple):
-    """One version of the weights in the object store, kept alive by rank 0."""
-
-    manifest: Manifest
-    buckets: list[ray.ObjectRef]
-
-
-class TrainedStep(NamedTuple):
-    """What one train step of the policy came to."""
-
-    metrics: dict[str, float]
-    left_out: dict[GroupKey, str]
-    """Groups that were not trained, and why."""
-
-
-class RankFacts(NamedTuple):
-    """The process of a rank."""
-
-    pid: int
-    node: str
-    ready: bool
-    """Whether it is set up; False in a process that was started again."""
-
-
 class TrainerWorker(Once):
     """One rank. Everything but `facts`, `drain_spans` and `write_snapshot` runs on one thread, called by `once`."""
 
@@ -88,6 +66,10 @@ class TrainerWorker(Once):
         self._kind = kind
         self._trained: PolicyRank | CriticRank | None = None
         self._published: list[Publication] = []
+        self._version: int | None = None
+        """That was published last."""
+        self._canary: tuple[int, IntArray, FloatArray] | None = None
+        """The last answer: step, prompt and logprobs."""
         self._deltas = self._packer()
         self._sender = GroupSender()
         self._base: Publication | None = None
@@ -243,8 +225,11 @@ class TrainerWorker(Once):
         """Put the weights into the object store as `version`: rank 0 returns them. A collective at ZeRO 3.
 
         Always gathers, since other ranks take part. The last publication lives on until the next but one, and with
-        `train.lora.sync: adapter` the base weights for as long as this worker, or until it restores a checkpoint.
+        `train.lora.sync: adapter` the base weights for as long as this worker, or until it restores a checkpoint. Ranks
+        that are offloaded give again what they published last, if that is `version`: a new broadcaster asks for it.
         """
+        if self._set_up.is_offloaded and version == self._version:
+            return self._published[-1] if self._published else None
         with self._spans.span(SYNC):
             # Dropped before the put, the version before the last gives its warm pages to this one.
             self._published = self._published[-1:]
@@ -255,6 +240,7 @@ class TrainerWorker(Once):
                 made = self._put_adapters(version)
             if made is not None:
                 self._published.append(made)
+            self._version = version
             return made
 
     @property
@@ -310,8 +296,17 @@ class TrainerWorker(Once):
             return self._sender.send(published[-1].buckets, seats)
 
     def canary_logprobs(self, token_ids: IntArray) -> FloatArray:
-        """Return the logprob of every token but the first at temperature 1, float32. A collective."""
-        return self._policy.canary_logprobs(token_ids)
+        """Return the logprob of every token but the first at temperature 1, float32. A collective.
+
+        Ranks that are offloaded answer again what they answered last, to the same question.
+        """
+        if self._set_up.is_offloaded and self._canary is not None:
+            step, asked, logprobs = self._canary
+            if step == self._set_up.step and np.array_equal(asked, token_ids):
+                return logprobs
+        logprobs = self._policy.canary_logprobs(token_ids)
+        self._canary = self._set_up.step, token_ids, logprobs
+        return logprobs
 
     def snapshot(self, path: str, exports: Mapping[str, bool]) -> None:
         """Take this rank's part of a checkpoint below `path`, for `write_snapshot`. A collective.
@@ -353,6 +348,7 @@ class TrainerWorker(Once):
 
     def _forget_published(self) -> None:
         self._published.clear()
+        self._version = self._canary = None
         self._deltas = self._packer()
         self._base = None
         self._base_gathered = False

@@ -16,8 +16,9 @@ from ray.actor import ActorHandle
 from ray.exceptions import RayActorError
 
 from actors.placement import spawn
+from actors.training.answers import TrainedStep
 from actors.training.group import TrainerGroup
-from actors.training.worker import CONCURRENCY_GROUPS, TrainedStep
+from actors.training.worker import CONCURRENCY_GROUPS
 from jobs.census import Census
 from jobs.recovery import GangRecovery, Pool, Supervisor
 from raypost.buffer.kept import KeptBatches

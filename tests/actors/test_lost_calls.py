@@ -18,9 +18,9 @@ from actors.rollout.member import PoolWorker
 from actors.rollout.status import Held, WorkerStatus
 from actors.rollout.weights import Says
 from actors.training import once
+from actors.training.answers import RankFacts
 from actors.training.once import Once
 from actors.training.ranks import Ranks
-from actors.training.worker import RankFacts
 from raypost.config import Config
 from raypost.errors import RankLostError, RanksLateError, WaitTimeoutError
 from raypost.weights.manifest import Manifest

@@ -417,12 +417,21 @@ async def test_what_is_offloaded_between_steps_comes_back_as_it_was(
 
 async def test_a_rank_that_is_offloaded_refuses_everything_but_to_reload(fresh: TrainerGroup) -> None:
     await fit(fresh, 1)
-    manifest, _ = await fresh.publish(1)
+    manifest, published = await fresh.publish(1)
     await fresh.offload()
     for call in (fit(fresh, 2), fresh.publish(2), fresh.canary(np.arange(4)), fresh.save("/nowhere")):
         with pytest.raises(RaypostError, match=r"trainer-0 is offloaded: call TrainerGroup\.reload first"):
             await call
     assert await drained(fresh)
+    again, buckets = await fresh.publish(1)
+    assert again == manifest and buckets == published, "the same objects, for a broadcaster that died"
+    await fresh.reload()
+    prompt = np.arange(6, dtype=np.int32)
+    logprobs = await fresh.canary(prompt)
+    await fresh.offload()
+    assert (await fresh.canary(prompt) == logprobs).all()
+    with pytest.raises(RaypostError, match="is offloaded"):
+        await fresh.canary(prompt[::-1].copy())
     await fresh.reload()
     assert (await fresh.publish(1))[0].digest == manifest.digest
     await fit(fresh, 2)

@@ -19,7 +19,8 @@ import numpy as np
 
 from actors.rollout.weights import Says
 from actors.rollout.worker import RolloutWorker
-from actors.training.worker import Publication, TrainerWorker
+from actors.training.answers import Publication
+from actors.training.worker import TrainerWorker
 from raypost.config import Config
 from raypost.errors import BatchMemoryError, CheckpointError, NotStagedError, RaypostError
 from raypost.types import EVALUATION_PRIORITY, FloatArray, GenerateRequest, GenerateResult, GroupKey, IntArray

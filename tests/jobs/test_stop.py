@@ -14,6 +14,7 @@ import pytest
 import yaml
 
 from jobs import colocate, colocate_lowlevel, driver, evaluate, train
+from jobs import roles as module
 from jobs.arguments import config_of, parser
 from jobs.driver import Job
 from jobs.roles import Roles
@@ -366,6 +367,7 @@ def test_sync_that_is_due_alone_is_one_call_and_what_else_is_due_pauses_producti
     )
     scene = Scene(cfg, tmp_path / "checkpoints", None)
     monkeypatch.setattr(train, "spawn", scene.spawn)
+    monkeypatch.setattr(module, "CHECK_AFTER_S", 0.0)  # a step of this scene takes less
     asyncio.run(asyncio.wait_for(train.train(cfg, scene.stop), 60))
     calls = ("fit", "prepare", "swap", "pause", "save", "resume")
     order = [call for call in scene.calls if call in calls]

@@ -6,7 +6,7 @@ import asyncio
 import shutil
 from pathlib import Path
 from types import SimpleNamespace
-from typing import cast
+from typing import Any, cast
 from unittest.mock import AsyncMock
 
 import pytest
@@ -14,9 +14,10 @@ import pytest
 from jobs import driver, run, stopping, wiring
 from jobs import roles as module
 from jobs.private_cluster import PrivateCluster
+from jobs.records import Records
 from jobs.roles import Roles
 from jobs.submitted_job import DriverLog, end_of_driver
-from raypost.types import GroupCounts
+from raypost.types import GroupCounts, TelemetryRole
 
 SETUP = "2026-01-02 11:22:58,454\tINFO job_manager.py:581 -- Runtime env is setting up.\n"
 ENTRYPOINT = "Running entrypoint for job a: cd /x && exec python -m jobs.train\n"
@@ -122,15 +123,17 @@ async def test_a_role_that_hangs_or_fails_at_the_end_keeps_no_report_from_being_
             written.append(end)
             return {}
 
-    roles = object.__new__(Roles)
+    roles, nothing = object.__new__(Roles), cast(Any, None)
+    records = Records(nothing, nothing, cast(TelemetryRole, Telemetry()))
+    vars(records)["_recording"] = asyncio.get_running_loop().create_future()
     vars(roles).update(
         producer=Producer(),
         telemetry=Telemetry(),
+        records=records,
         saver=SimpleNamespace(settle=AsyncMock()),
         display=SimpleNamespace(finish=lambda *_: None),
         cfg=SimpleNamespace(run_dir=None),
         _sync=object(),
-        _recording=asyncio.get_running_loop().create_future(),
         _deaths=[],
     )
     await roles.finish("failed", "why")
