@@ -3,23 +3,35 @@
 Owns the moment between a layer's loading and its packing: what is there then is noted, and what needs no packing is
 left as it is. A packed copy cannot be read; the kernel is asked for one of its columns instead, by the product with a
 unit vector, which is exact. With every version other layers are asked, for another column.
+
+A layer's stand-in (direct_load.py) is a copy of it, and counts as the layer itself: its name and the note of what was
+packed for it are attributes of the layer.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
+from types import MappingProxyType
 from typing import Any
 
 import torch
 from torch import Tensor
 from vllm.model_executor.layers.quantization.base_config import QuantizeMethodBase
-from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
+from vllm.model_executor.layers.vocab_parallel_embedding import (
+    ParallelLMHead,
+    UnquantizedEmbeddingMethod,
+    VocabParallelEmbedding,
+)
 
 from raypost.errors import WeightError
 from raypost.weights.held import HeldWeights
 
 Module = torch.nn.Module
+
+KEEPING = (UnquantizedEmbeddingMethod,)
+"""Methods that leave the weights as they were loaded, beside what they pack."""
+NO_STAND_INS: Mapping[Module, Module] = MappingProxyType({})
 
 SHARE = 8
 """One in so many layers is asked for a column while requests wait: to answer, a kernel reads all that it has packed."""
@@ -31,16 +43,14 @@ class Packing:
     def __init__(self, model: Module, held: HeldWeights) -> None:
         """Stand between `model` and that processing; `held` is told what is there before it."""
         self._held = held
-        self._layers = {
+        self._layers: dict[str, Any] = {
             name: module
             for name, module in model.named_modules()
             if isinstance(getattr(module, "quant_method", None), QuantizeMethodBase)
         }
-        self._names = {module: name for name, module in self._layers.items()}
-        self._columns: dict[str, tuple[int, Tensor]] = {}
-        """Of each layer whose weight is gone once it is packed: a column, and what is in it."""
-        self.version: int | None = None
-        """Of the load to take note of; None: nothing is noted."""
+        for name, layer in self._layers.items():
+            layer.raypost_name = name
+        self._version: int | None = None
         heads = [module for module in self._layers.values() if isinstance(module, ParallelLMHead)]
         # A model without a head of its own computes logits with its embedding.
         self._only_looked_up = VocabParallelEmbedding if heads else ()
@@ -49,19 +59,23 @@ class Packing:
                 self._process, method.process_weights_after_loading
             )
 
-    def _process(self, pack: Callable[[Module], None], layer: Module) -> None:
-        name, weight = self._names[layer], getattr(layer, "weight", None)
-        if self.version is not None:
+    def note(self, held: HeldWeights, version: int | None) -> None:
+        """Tell `held` from now on what is packed, as of a version; None: nothing is noted."""
+        self._held, self._version = held, version
+
+    def _process(self, pack: Callable[[Module], None], layer: Any) -> None:
+        weight = getattr(layer, "weight", None)
+        if self._version is not None and type(layer.quant_method) not in KEEPING:
             for own, parameter in layer.named_parameters(recurse=False):
-                self._held.unpacked(f"{name}.{own}", parameter)
+                self._held.unpacked(f"{layer.raypost_name}.{own}", parameter)
         if isinstance(layer, self._only_looked_up) and not isinstance(layer, ParallelLMHead):
             # Packed for products that nobody asks for, at the price of a head.
             layer.cpu_linear = torch.nn.functional.linear
             return
         pack(layer)
-        if self.version is not None and isinstance(weight, Tensor) and weight.dim() == 2:
-            column = self.version % weight.shape[1]
-            self._columns[name] = column, weight[:, column].detach().clone()
+        if self._version is not None and isinstance(weight, Tensor) and weight.dim() == 2:
+            column = self._version % weight.shape[1]
+            layer.raypost_column = column, weight[:, column].detach().clone()
 
     def pack_heads(self) -> None:
         """Refresh the packed copy that a head tied to the embedding keeps on CPU; a reload does not."""
@@ -78,25 +92,34 @@ class Packing:
         """Layers of experts may keep the form and change the order."""
         return (module for module in self._layers.values() if hasattr(module.quant_method, "moe_kernel"))
 
-    def verify(self, version: int, share: int = SHARE) -> int:
+    def verify(
+        self, version: int, share: int = SHARE, stand_ins: Mapping[Module, Module] = NO_STAND_INS
+    ) -> int:
         """Ask kernels for a column of what they have packed; return how many were asked.
 
-        Heads are asked always, of the other layers one in `share`, others at every version. Raises WeightError naming
-        the layer whose kernel computes with something else than was loaded.
+        Heads are asked always, of the other layers one in `share`, others at every version. `stand_ins` are asked in
+        place of their layers. Raises WeightError naming the layer whose kernel computes with something else than was
+        loaded.
         """
         asked = 0
-        for number, (name, layer) in enumerate(self._layers.items()):
+        coming = {
+            id(layer._parameters[own]): one
+            for layer, stand_in in stand_ins.items()
+            for own, one in stand_in._parameters.items()
+        }
+        for number, (name, own) in enumerate(self._layers.items()):
+            layer: Any = stand_ins.get(own, own)
             kernel: Any = getattr(layer, "cpu_linear", None)
             if kernel is None or kernel is torch.nn.functional.linear:
                 continue
             if number % share != version % share and not isinstance(layer, ParallelLMHead):
                 continue
-            weight: Any = layer.weight
+            weight: Any = coming.get(id(layer.weight), layer.weight)
             if weight.dim() == 2:
                 column = version % weight.shape[1]
                 expected = weight[:, column]
-            elif name in self._columns:
-                column, expected = self._columns[name]
+            elif hasattr(layer, "raypost_column"):
+                column, expected = layer.raypost_column
             else:
                 raise WeightError(
                     f"version {version}: nothing shows what was packed for {name!r}: load it again"

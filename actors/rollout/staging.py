@@ -3,11 +3,12 @@
 Owns how their bytes come there, by shared memory of the same machine or by a broadcast group from the trainer, and
 their verification, on a thread of its own while requests run. Knows nothing of vLLM or of the model.
 
-    map       paths of memory that the rollout worker filled     -> verify
-    receive   a seat in a group whose rank 0 sends               -> receive -> verify
+    map       paths of memory that the rollout worker filled     -> verify -> prepare
+    receive   a seat in a group whose rank 0 sends               -> receive -> verify -> prepare
 
-What goes wrong is written into a pipe, `answers`, whose end is the sign that all is verified: a call would be answered
-by a busy engine between two steps only. The base that adapters are added to stays here: it is sent, verified and kept
+`prepare` is the engine's: what it can make of a version before the model waits for it. What goes wrong is written into
+a pipe, `answers`, whose end is the sign that all is done: a call would be answered by a busy engine between two steps
+only. The base that adapters are added to stays here: it is sent, verified and kept
 once, outside the model.
 
 Invariant: `take` gives only what was verified, byte for byte, on every transport.
@@ -17,7 +18,7 @@ from __future__ import annotations
 
 import mmap
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Executor, Future
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -40,7 +41,7 @@ class StagedVersion:
     absent: int
     """Buckets, the first ones, that are empty here: the model must hold what is in them."""
     verified: Future[None]
-    """Ends with a WeightError if the bytes are not those of the manifest."""
+    """Ends once it is prepared, with a WeightError if the bytes are not those of the manifest."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,9 +55,10 @@ class Base:
 class Staging:
     """The version that is loaded next, one at a time."""
 
-    def __init__(self, thread: Executor) -> None:
-        """`thread`: one, on which versions come, are verified and are given up, in this order."""
+    def __init__(self, thread: Executor, prepare: Callable[[Manifest, list[Bytes]], None]) -> None:
+        """`thread`: one, on which versions come, are verified, prepared and given up, in this order."""
         self._thread = thread
+        self._prepare = prepare
         self._staged: StagedVersion | None = None
         self._base: Base | None = None
         self._group: BroadcastGroup | None = None
@@ -71,7 +73,7 @@ class Staging:
         self._staged = None
         first = self._first(manifest, manifest.base_buckets if len(paths) < len(manifest.bucket_sizes) else 0)
         buckets = first + [_map(path) for path in paths]
-        verified = self._thread.submit(_verify, answers, manifest, buckets, len(first))
+        verified = self._thread.submit(self._verify, answers, manifest, buckets, len(first))
         self._stage(manifest, buckets, len(first), verified)
 
     def _first(self, manifest: Manifest, number: int) -> list[Bytes]:
@@ -114,6 +116,12 @@ class Staging:
             # Kept only when all went well: a group of which one broadcast failed is of no use.
             self._group = group
             verify(manifest, buckets, seats.first_bucket)
+            self._prepare(manifest, buckets)
+
+    def _verify(self, answers: BinaryIO, manifest: Manifest, buckets: list[Bytes], known: int) -> None:
+        with _answering(answers):
+            verify(manifest, buckets, known)
+            self._prepare(manifest, buckets)
 
     def _memory(self, nbytes: int) -> Bytes:
         """Return memory that was written before, if there is any: it costs a fraction of other."""
@@ -144,11 +152,6 @@ class Staging:
         # What is mapped belongs to the sender's file.
         self._spare = [one for one in staged.buckets[kept:] if one.base is None]
         staged.buckets.clear()
-
-
-def _verify(answers: BinaryIO, manifest: Manifest, buckets: list[Bytes], known: int) -> None:
-    with _answering(answers):
-        verify(manifest, buckets, known)
 
 
 @contextmanager

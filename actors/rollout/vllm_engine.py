@@ -179,7 +179,9 @@ class RolloutEngine(VllmEngine):
             self._asleep.difference_update(woken)
 
     async def stage(self, manifest: Manifest, buckets: Sequence[Bytes]) -> None:
-        """Bring a version's bytes into the engine's processes and verify them there; requests may run meanwhile.
+        """Bring a version's bytes into the engine's processes, verify them there and prepare what a load can then take.
+
+        Requests may run meanwhile.
 
         Takes the place of what was staged before; the same version again does nothing. `buckets` may lack the first
         ones, if the engine has what is in them. Raises NotStagedError if it has not, and what vLLM raises, the cause in
@@ -210,7 +212,7 @@ class RolloutEngine(VllmEngine):
                 answers = files.enter_context(writer)
                 copies = [files.enter_context(await asyncio.to_thread(_copy, one)) for one in buckets]
                 paths = [f"/proc/{os.getpid()}/fd/{file.fileno()}" for file in (answers, *copies)]
-                await self.llm.collective_rpc(method, args=(manifest.encoded(), *paths, *args))
+                await self.llm.collective_rpc(method, args=(manifest.encoded(), self.verify, *paths, *args))
             # Until every rank has closed it. Not by a call, which a busy engine answers between two steps only.
             problems = await asyncio.to_thread(reader.readall)
         if problems:
@@ -228,7 +230,7 @@ class RolloutEngine(VllmEngine):
         """
         self._staged = self._held = None
         done: list[Any] = await asyncio.gather(
-            self.llm.collective_rpc("load_staged", args=(manifest.version, manifest.digest, self.verify)),
+            self.llm.collective_rpc("load_staged", args=(manifest.version, manifest.digest)),
             # The engine does them in this order; it stands still for each answer that is waited for.
             self.llm.update_weight_version(str(manifest.version)),
             *([self.llm.reset_prefix_cache(reset_running_requests=True)] if self.recompute_kv_cache else []),

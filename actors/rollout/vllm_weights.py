@@ -4,17 +4,20 @@ Owns what happens there from mapped bytes to a model that uses them, and the rec
 Imported by vLLM through `worker_extension_cls`, which also registers the transfer engine. What the rollout
 worker sends is the manifest and a path of shared memory a bucket; bytes never pass through an RPC.
 
-    stage_weights   check names, shapes -> map -> verify digests on a thread (staging.py); requests may run meanwhile
+    stage_weights   check names, shapes -> map -> verify digests on a thread (staging.py) -> prepare, on CPU: write what
+                    differs, adapters added, into stand-ins of the layers (direct_load.py) and read it back; requests
+                    may run meanwhile
     receive_weights the same of what rank 0 of a broadcast group sends
     load_staged     vLLM's three calls, one after the other:
         start_weight_update   nothing: the old weights stay in use until the new bytes are verified
-        update_weights        what differs in the version that is staged, adapters added: written straight to where
-                              the first version went (direct_load.py), or by vLLM's layerwise reload
-        finish_weight_update  finalize a reload -> pack heads again -> read it back -> record what the model holds
+        update_weights        the stand-ins become the layers; or what differs is written straight to where the first
+                              version went; or vLLM's layerwise reload
+        finish_weight_update  of a reload: finalize, pack heads again -> read back what was not yet -> record what the
+                              model holds
 
 Invariants: the model is touched only after every byte was verified; `held` is the only record of what the model
-holds, and is None unless the model is whole and, where `sync.verify` asks for it, was read back; a tensor that is not
-loaded again has the content that `held` says.
+holds, and is None unless the model is whole and, where `sync.verify` asks for it, was read back; what was read back of
+stand-ins is what the layers then have; a tensor that is not loaded again has the content that `held` says.
 """
 
 from __future__ import annotations
@@ -25,11 +28,9 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from dataclasses import dataclass
-from math import prod
 from typing import Any, BinaryIO, cast
 
 import torch
-from transformers import AutoModelForCausalLM
 from vllm.config import VllmConfig, WeightTransferConfig, set_current_vllm_config
 from vllm.distributed.weight_transfer import WeightTransferEngineFactory
 from vllm.distributed.weight_transfer.base import (
@@ -44,14 +45,13 @@ from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 from actors.engine.life import OwnedProcess
 from actors.rollout.direct_load import DirectLoad
 from actors.rollout.packing import SHARE, Packing
+from actors.rollout.sent_tensors import SentTensors
 from actors.rollout.staging import StagedVersion, Staging
 from raypost.config import VerifyWeights
 from raypost.errors import WeightError
 from raypost.weights.delta import block_of
 from raypost.weights.held import HeldWeights, ReadBack
-from raypost.weights.low_rank import merged
-from raypost.weights.manifest import Bytes, Manifest, TensorEntry, bytes_of, check_factors
-from raypost.weights.names import CheckpointNames
+from raypost.weights.manifest import Bytes, Manifest, TensorEntry
 from raypost.weights.seats import Seats
 
 BACKEND = "raypost"
@@ -73,6 +73,19 @@ class LoadedVersion:
     version: int
     digest: str
     contents: dict[str, str]
+
+
+@dataclass(frozen=True, slots=True)
+class PreparedVersion:
+    """A version that is in stand-ins of the layers."""
+
+    manifest: Manifest
+    names: frozenset[str]
+    """Tensors that it has from the manifest: those that differ from what the model holds."""
+    stand_ins: dict[torch.nn.Module, torch.nn.Module]
+    sent: HeldWeights
+    """What was noted of it."""
+    read_back: ReadBack | None
 
 
 NOTHING = LoadedVersion(-1, "", {})
@@ -99,18 +112,22 @@ class SharedMemoryTransfer(
         super().__init__(config, vllm_config, device, model)
         self.held: LoadedVersion | None = None
         self._verifier = ThreadPoolExecutor(1, "verify-weights")
-        self._staging = Staging(self._verifier)
+        self._stager = ThreadPoolExecutor(1, "stage-weights")
+        self._staging = Staging(self._stager, self._prepare)
+        self._prepared: PreparedVersion | None = None
         self._sent = HeldWeights(self._verifier)
         self._packing = Packing(model, self._sent)
         self._direct = DirectLoad(model, self._sent, vllm_config.model_config.dtype)
         self.read_back: ReadBack | None = None
         """Of the last load, None where it was not asked for."""
         self.verify: VerifyWeights = "every"
-        self._verifying = self._was_read_back = False
+        self._was_read_back = False
         self.touched = False
         """True from the first change of the model until all of the version is in place."""
         self._loading: StagedVersion | None = None
+        self._installed: PreparedVersion | None = None
         self._loaded: list[TensorEntry] = []
+        self._to_read_back = False
         self._is_taken_apart = False
         """Whether the model is, by vLLM's layerwise reload."""
         self._kernels: list[tuple[Any, Any]] = []
@@ -119,7 +136,7 @@ class SharedMemoryTransfer(
         """Modules that are larger than all that a version has for them, such as embeddings of a padded vocabulary."""
         # vLLM may have made the model's own class one of its modules, which are made under its configuration only.
         with set_current_vllm_config(vllm_config):
-            self._shapes = _checkpoint_shapes(self.model_config.hf_config)
+            self._tensors = SentTensors(self.model_config.hf_config, device)
         # It warns at every sync about a tied head, which has no tensor of its own. What is missing is
         # checked here, and is an error.
         logging.getLogger("vllm.model_executor.model_loader.reload.layerwise").setLevel(logging.ERROR)
@@ -138,13 +155,13 @@ class SharedMemoryTransfer(
 
     def stage(self, manifest: Manifest, answers: BinaryIO, paths: Sequence[str]) -> None:
         """Map a version and begin to verify it: see Staging.map. Raises WeightError if it is not of this model."""
-        self._check_tensors(manifest)
+        self._tensors.check(manifest)
         self._check_held(manifest, len(manifest.bucket_sizes) - len(paths))
         self._staging.map(manifest, answers, paths)
 
     def receive(self, manifest: Manifest, answers: BinaryIO, seats: Seats, rank: int) -> None:
         """Begin to receive a version: see Staging.receive. Raises WeightError if it is not of this model."""
-        self._check_tensors(manifest)
+        self._tensors.check(manifest)
         self._check_held(manifest, seats.first_bucket)
         self._staging.receive(manifest, answers, seats, rank)
 
@@ -158,31 +175,69 @@ class SharedMemoryTransfer(
                 "holds, has another one: send all of it"
             )
 
+    @property
+    def _verifying(self) -> bool:
+        """Whether what is loaded next is read back."""
+        return self.verify == "every" or (self.verify == "first" and self.held is None)
+
+    def _prepare(self, manifest: Manifest, buckets: list[Bytes]) -> None:
+        """Prepare a version that is verified, on the thread that stages, where the model is not written in place."""
+        self._prepared = None
+        if self.device.type == "cpu":
+            self._prepared = self._in_stand_ins(manifest, buckets)
+
+    def _in_stand_ins(self, manifest: Manifest, buckets: list[Bytes]) -> PreparedVersion | None:
+        """Return a version in stand-ins; None if vLLM must load it. Raises WeightError if they have something else."""
+        stale = _stale(manifest, self.held or NOTHING)
+        names = frozenset(entry.name for entry in stale)
+        if not self._direct.can_load(names):
+            return None
+        sent, verifying = self._sent.draft(), self._verifying
+        self._packing.note(sent, manifest.version if verifying else None)
+        stand_ins = self._direct.prepare(self._to_load(stale, buckets, sent if verifying else None))
+        read = self._read_back(manifest, sent, stand_ins) if verifying else None
+        return PreparedVersion(manifest, names, stand_ins, sent, read)
+
     def receive_weights(self, update_info: PublishedVersion) -> None:
         """Load what the model does not hold. Raises WeightError naming a tensor of wrong bytes."""
         staged = self._staging.take(update_info.version, update_info.digest)
         manifest, buckets = staged.manifest, staged.buckets
         self._check_held(manifest, staged.absent)
-        contents = {} if self.held is None else self.held.contents
-        self._verifying = self.verify == "every" or (self.verify == "first" and self.held is None)
-        self._packing.version = manifest.version if self._verifying else None
+        prepared, self._prepared = self._prepared, None
+        if prepared is not None and not self._is_to_install(prepared, manifest):
+            prepared = self._in_stand_ins(manifest, buckets)
+        held, verifying = self.held or NOTHING, self._verifying
         self.held = None
         self.touched = True
-        self._loading = staged
-        self._load(manifest, buckets, contents)
+        self._loading, self._installed = staged, prepared
+        self._loaded, self._is_taken_apart = _stale(manifest, held), False
+        if prepared is not None:
+            self._packing.note(prepared.sent, None)
+            former = self._direct.install(prepared.stand_ins)
+            # Beside the requests that go on: to free so much memory takes time.
+            self._stager.submit(former.clear)
+            return
+        self.read_back = None
+        self._to_read_back = verifying
+        self._packing.note(self._sent, manifest.version if verifying else None)
+        self._load(manifest, buckets)
 
-    def _load(self, manifest: Manifest, buckets: list[Bytes], contents: dict[str, str]) -> None:
-        """Load each tensor whose content differs from `contents`, together with all of its block."""
-        stale = {
-            block_of(entry.name) for entry in manifest.tensors if contents.get(entry.name) != entry.content
-        }
-        self._loaded = [entry for entry in manifest.tensors if block_of(entry.name) in stale]
-        names = [entry.name for entry in self._loaded]
-        self._is_taken_apart = not self._direct.can_load(names)
+    def _is_to_install(self, prepared: PreparedVersion, manifest: Manifest) -> bool:
+        """Return whether what was prepared is all of this version that the model lacks, read back if it is to be."""
+        stale = _stale(manifest, self.held or NOTHING)
+        is_checked = prepared.read_back is not None or not self._verifying
+        return (
+            prepared.manifest == manifest and is_checked and all(one.name in prepared.names for one in stale)
+        )
+
+    def _load(self, manifest: Manifest, buckets: list[Bytes]) -> None:
+        """Load what differs, together with all of its block."""
+        self._is_taken_apart = not self._direct.can_load([entry.name for entry in self._loaded])
         if self._is_taken_apart:
             self._reload(manifest, buckets)
         else:
-            self._direct.load(self._tensors(self._loaded, buckets))
+            sent = self._sent if self._to_read_back else None
+            self._direct.load(self._to_load(self._loaded, buckets, sent))
 
     def _reload(self, manifest: Manifest, buckets: list[Bytes]) -> None:
         """Load by vLLM's layerwise reload, which is watched the first time."""
@@ -193,11 +248,12 @@ class SharedMemoryTransfer(
         initialize_layerwise_reload(self.model)
         parameters = dict(self.model.named_parameters())
         expected = set(parameters)
+        sent = self._sent if self._to_read_back or not self._sent.is_known else None
         with nullcontext() if self._sent.is_known else self._sent.recording(parameters):
-            loaded = self.model.load_weights(self._tensors(self._loaded, buckets))
+            loaded = self.model.load_weights(self._to_load(self._loaded, buckets, sent))
         if rest and self._incomplete() - self._padded:
             # The model joins tensors of several blocks. What was not sent fails here, and the engine is built anew.
-            loaded |= self.model.load_weights(self._tensors(rest, buckets))
+            loaded |= self.model.load_weights(self._to_load(rest, buckets, sent))
             self._loaded = list(manifest.tensors)
             rest = []
         if not rest:
@@ -217,20 +273,39 @@ class SharedMemoryTransfer(
         """Put the new weights in place and record what the model holds."""
         if self._loading is None:
             raise WeightError("nothing was loaded since the last update: send a version first")
-        if self._is_taken_apart:
-            finalize_layerwise_reload(self.model, self.model_config)
-        for method, kernel in self._kernels:
-            method.moe_kernel = method.moe_kernel or kernel
-        self._kernels.clear()
-        if any(block_of(entry.name) == entry.name for entry in self._loaded):
-            self._packing.pack_heads()
         manifest = self._loading.manifest
-        self.read_back = self._read_back(manifest) if self._verifying else None
+        if self._installed is not None:
+            self._check_installed(self._installed)
+        else:
+            self._finish_load(manifest)
         contents = {entry.name: entry.content for entry in manifest.tensors}
         self.held = LoadedVersion(manifest.version, manifest.digest, contents)
         self.touched = False
         self._staging.give_up(self._loading)
-        self._loading = None
+        self._loading = self._installed = None
+
+    def _finish_load(self, manifest: Manifest) -> None:
+        """Put what was reloaded in place, and read back what was loaded if it is to be."""
+        if self._is_taken_apart:
+            finalize_layerwise_reload(self.model, self.model_config)
+            for method, kernel in self._kernels:
+                method.moe_kernel = method.moe_kernel or kernel
+            self._kernels.clear()
+            if any(block_of(entry.name) == entry.name for entry in self._loaded):
+                self._packing.pack_heads()
+        self.read_back = self._read_back(manifest, self._sent, {}) if self._to_read_back else None
+
+    def _check_installed(self, prepared: PreparedVersion) -> None:
+        """Raise WeightError unless the layers compute with what was read back of their stand-ins."""
+        begin = time.perf_counter()
+        wrong = self._direct.replaced(prepared.stand_ins)
+        if wrong is not None:
+            raise WeightError(
+                f"version {prepared.manifest.version}: layer {wrong!r} does not compute with what was prepared for it: "
+                "load it again"
+            )
+        self._sent, read = prepared.sent, prepared.read_back
+        self.read_back = read and read._replace(seconds=time.perf_counter() - begin)
 
     def _forget_kernels(self) -> None:
         """Take the kernels from layers of experts: a layer that has one would not pack the weights loaded into it."""
@@ -240,65 +315,34 @@ class SharedMemoryTransfer(
                 self._kernels.append((method, method.moe_kernel))
                 method.moe_kernel = None
 
-    def _read_back(self, manifest: Manifest) -> ReadBack:
-        """Compare what the model holds with what was sent. Raises WeightError naming what differs."""
+    def _read_back(
+        self, manifest: Manifest, sent: HeldWeights, stand_ins: dict[torch.nn.Module, torch.nn.Module]
+    ) -> ReadBack:
+        """Compare what the model holds, with these stand-ins, with what was sent.
+
+        Raises WeightError naming what differs.
+        """
         begin = time.perf_counter()
-        self._sent.begin_to_verify(self._packing.readable(self.model))
+        sent.begin_to_verify(self._packing.readable(self.model) | self._direct.parameters(stand_ins))
         # Beside the digests, which a thread of its own computes. A new engine's layers are asked one and all.
-        self._packing.verify(manifest.version, SHARE if self._was_read_back else 1)
-        found = self._sent.verify(manifest)
+        self._packing.verify(manifest.version, SHARE if self._was_read_back else 1, stand_ins)
+        found = sent.verify(manifest)
         self._was_read_back = True
         return found._replace(seconds=time.perf_counter() - begin)
 
     def shutdown(self) -> None:
-        """End the thread that verifies."""
-        self._verifier.shutdown(wait=False, cancel_futures=True)
+        """End the threads that stage and verify."""
+        for thread in (self._stager, self._verifier):
+            thread.shutdown(wait=False, cancel_futures=True)
 
-    def _check_tensors(self, manifest: Manifest) -> None:
-        sent = {entry.name: entry for entry in manifest.tensors}
-        for name, shape in self._shapes.items():
-            if name not in sent:
-                raise WeightError(
-                    f"version {manifest.version} lacks tensor {name!r} {shape}: publish all of them"
-                )
-            if sent[name].shape != shape:
-                raise WeightError(
-                    f"version {manifest.version}: tensor {name!r} has shape {sent[name].shape}, the engine's "
-                    f"model has {shape}: use one model configuration for both"
-                )
-        for name, entry in sent.items():
-            if name not in self._shapes:
-                raise WeightError(
-                    f"version {manifest.version} has tensor {name!r}, which the engine's model lacks"
-                )
-            factors = () if entry.added is None else (entry.added.down, entry.added.up)
-            for part in (entry, *factors):
-                if part.nbytes != prod(part.shape) * _dtype(part).itemsize:
-                    raise WeightError(
-                        f"version {manifest.version}: tensor {part.name!r} has {part.nbytes} bytes, not those of "
-                        f"{part.dtype} {part.shape}"
-                    )
-            check_factors(manifest.version, entry)
-
-    def _tensors(
-        self, entries: list[TensorEntry], buckets: list[Bytes]
+    def _to_load(
+        self, entries: list[TensorEntry], buckets: list[Bytes], noting: HeldWeights | None
     ) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield names and tensors to load, one at a time: a merged matrix exists only while it is loaded."""
-        tensors = self._contents(entries, buckets)
-        if self._verifying or not self._sent.is_known:
-            return self._sent.sent(tensors)
+        """Yield names and tensors to load."""
+        tensors = self._tensors.contents(entries, buckets)
+        if noting is not None:
+            return noting.sent(tensors)
         return ((entry.name, tensor) for entry, tensor in tensors)
-
-    def _contents(
-        self, entries: list[TensorEntry], buckets: list[Bytes]
-    ) -> Iterator[tuple[TensorEntry, torch.Tensor]]:
-        for entry in entries:
-            tensor = _tensor(entry, buckets)
-            if entry.added is not None:
-                parts = (_tensor(part, buckets) for part in (entry.added.down, entry.added.up))
-                down, up = (part.to(self.device) for part in parts)
-                tensor = merged(tensor.to(self.device), down, up, entry.added.scale)
-            yield entry, tensor
 
     def _tied_heads(self) -> set[str]:
         if not getattr(self.model_config.hf_config, "tie_word_embeddings", False):
@@ -316,25 +360,32 @@ class WeightExtension(OwnedProcess):
         """Count what the model holds as no version, until one is loaded."""
         self.weight_transfer_engine.held = None
 
-    def stage_weights(self, manifest: str, answers: str, *paths: str) -> None:
-        """Begin to verify a version; `manifest` is encoded, the others are paths. See SharedMemoryTransfer.stage."""
+    def stage_weights(self, manifest: str, verify: VerifyWeights, answers: str, *paths: str) -> None:
+        """Begin to verify and prepare a version; `manifest` is encoded, the last ones are paths.
+
+        `verify`: which loads are read back. See SharedMemoryTransfer.stage.
+        """
+        self.weight_transfer_engine.verify = verify
         self.weight_transfer_engine.stage(Manifest.decoded(manifest), open(answers, "wb"), paths)  # noqa: SIM115
 
-    def receive_weights(self, manifest: str, answers: str, seats: str, worker: str) -> None:
-        """Begin to receive a version as part of `worker`; see SharedMemoryTransfer.receive. All is encoded."""
+    def receive_weights(
+        self, manifest: str, verify: VerifyWeights, answers: str, seats: str, worker: str
+    ) -> None:
+        """Begin to receive a version as part of `worker`, else as `stage_weights`; `seats` are encoded.
+
+        See SharedMemoryTransfer.receive.
+        """
+        self.weight_transfer_engine.verify = verify
         at, own = Seats.decoded(seats), cast("Any", self).rank
         rank = at.rank_of(worker, own)
         self.weight_transfer_engine.receive(Manifest.decoded(manifest), open(answers, "wb"), at, rank)  # noqa: SIM115
 
-    def load_staged(
-        self, version: int, digest: str, verify: VerifyWeights
-    ) -> tuple[ReadBack | None, tuple[int, str, bool]]:
+    def load_staged(self, version: int, digest: str) -> tuple[ReadBack | None, tuple[int, str, bool]]:
         """Load the version that is staged, which must be this one.
 
-        Returns what was read back, if `verify` says so, and what `held_weights` returns then.
+        Returns what was read back, if it was to be, and what `held_weights` returns then.
         """
         worker: Any = self
-        self.weight_transfer_engine.verify = verify
         worker.start_weight_update()
         worker.update_weights({"version": version, "digest": digest})
         worker.finish_weight_update()
@@ -347,22 +398,12 @@ class WeightExtension(OwnedProcess):
         return held.version, held.digest, engine.touched
 
 
-def _checkpoint_shapes(hf_config: Any) -> dict[str, tuple[int, ...]]:
-    """Return names and shapes of the tensors a trainer of this model publishes; tied ones once."""
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(hf_config)
-    return CheckpointNames(model).shapes
-
-
-def _dtype(entry: TensorEntry) -> torch.dtype:
-    dtype = getattr(torch, entry.dtype, None)
-    if not isinstance(dtype, torch.dtype):
-        raise WeightError(f"tensor {entry.name!r} has dtype {entry.dtype!r}, which PyTorch does not know")
-    return dtype
-
-
-def _tensor(entry: TensorEntry, buckets: list[Bytes]) -> torch.Tensor:
-    return torch.from_numpy(bytes_of(entry, buckets)).view(_dtype(entry)).reshape(entry.shape)
+def _stale(manifest: Manifest, held: LoadedVersion) -> list[TensorEntry]:
+    """Return each tensor whose content differs from what is held, together with all of its block."""
+    blocks = {
+        block_of(entry.name) for entry in manifest.tensors if held.contents.get(entry.name) != entry.content
+    }
+    return [entry for entry in manifest.tensors if block_of(entry.name) in blocks]
 
 
 if BACKEND not in WeightTransferEngineFactory._registry:

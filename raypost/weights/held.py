@@ -7,6 +7,7 @@ of vLLM: whoever loads hands over the tensors one by one, and the parameters bef
     sent         each load: the digest that every part of a tensor must have in its parameter
     unpacked     each load: the digest it has there, of parameters that the engine then packs into a form of its own
     verify       each load: the digests of all other parameters, and whether everything is what was sent
+    draft        a load beside what the model holds: what is noted of it counts once it takes the model's place
 
 Invariants: a digest that `verify` compares was computed from the parameter, never taken from what was sent; a tensor
 that is not sent again must still be what it was; what a loader changes on the way is left out and named.
@@ -14,6 +15,7 @@ that is not sent again must still be what it was; what a loader changes on the w
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Executor, Future
 from contextlib import contextmanager
@@ -121,6 +123,13 @@ class HeldWeights:
         self._in_use: dict[str, Future[list[str]]] = {}
         """The same of those that the model computes with."""
         self._recorder: _Recorder | None = None
+
+    def draft(self) -> HeldWeights:
+        """Return what takes note of a version that is not loaded yet. Take it in place of this once that is."""
+        made = copy.copy(self)
+        made._expected, made._contents = dict(self._expected), dict(self._contents)
+        made._unpacked, made._in_use = dict(self._unpacked), {}
+        return made
 
     @property
     def is_known(self) -> bool:

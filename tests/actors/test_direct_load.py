@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import torch
@@ -12,7 +12,7 @@ from torch import Tensor
 
 from raypost.errors import WeightError
 from raypost.weights.held import HeldWeights, ReadBack
-from raypost.weights.manifest import Manifest
+from raypost.weights.manifest import Manifest, TensorEntry
 from tests.unit.test_held_weights import NAMES, SIZE, opened, published, weights
 
 linear = pytest.importorskip("vllm.model_executor.layers.linear")
@@ -21,6 +21,9 @@ direct_load = pytest.importorskip("actors.rollout.direct_load")
 packing = pytest.importorskip("actors.rollout.packing")
 
 INPUT = torch.eye(SIZE)
+Way = Literal["as vLLM", "in place", "prepared"]
+StandIns = dict[torch.nn.Module, torch.nn.Module]
+WAYS = pytest.mark.parametrize("way", ["in place", "prepared"])
 WEIGHTS = ("q", "k", "v", "o", "embedding")
 
 
@@ -33,7 +36,7 @@ def layer_of(kind: type[torch.nn.Module], shape: tuple[int, ...], method: object
 
 
 class Engine:
-    """Two linear layers, which vLLM's own method packs and frees, a padded embedding and a norm."""
+    """Two linear layers, which vLLM's own method packs and frees, a padded embedding, a head tied to it and a norm."""
 
     def __init__(self, rows: int = SIZE) -> None:
         """`rows`: of the second linear layer, to which SIZE are sent."""
@@ -43,6 +46,8 @@ class Engine:
         self.model.o = layer_of(torch.nn.Module, (rows, SIZE), method)
         of_embedding = vllm_layers.UnquantizedEmbeddingMethod()
         self.model.embedding = layer_of(vllm_layers.ParallelLMHead, (SIZE + 2, SIZE), of_embedding)
+        self.model.head = layer_of(vllm_layers.ParallelLMHead, (SIZE + 2, SIZE), of_embedding)
+        self.model.head.weight = self.model.embedding.weight
         self.model.norm = layer_of(torch.nn.Module, (SIZE,))
         self.held = HeldWeights(ThreadPoolExecutor(1))
         self.packing = packing.Packing(self.model, self.held)
@@ -50,24 +55,51 @@ class Engine:
         self.change: float | None = None
         """What the loader of the norm adds."""
 
-    def load(self, version: int, seed: int, names: Iterable[str] = (), direct: bool = True) -> None:
-        """Load a version: the first one, and all that are not `direct`, as vLLM does."""
-        sent = weights(seed) | {"o": weights(seed + 1)["q"]}
-        self.sent, self.packing.version = sent, version
-        self.manifest: Manifest
-        self.manifest, self.buckets = published(version, sent)
-        tensors = [one for one in opened(self.manifest, self.buckets) if not names or one[0].name in names]
-        if direct:
+    def load(self, version: int, seed: int, names: Iterable[str] = (), way: Way = "in place") -> None:
+        """Load a version, the first one as vLLM does."""
+        tensors = self.publish(version, seed, names)
+        if way == "prepared":
+            self.install(self.prepare(tensors))
+            return
+        self.packing.note(self.held, version)
+        if way == "in place":
             assert self.direct.can_load([entry.name for entry, _ in tensors])
             self.direct.load(self.held.sent(tensors))
             return
-        parameters = {name: torch.zeros(layer.weight.shape) for name, layer in self.model.named_children()}
+        self._load_as_vllm(tensors)
+
+    def publish(self, version: int, seed: int, names: Iterable[str] = ()) -> list[tuple[TensorEntry, Tensor]]:
+        """Send a version, of which only these tensors change; return them."""
+        self.sent = weights(seed) | {"o": weights(seed + 1)["q"]}
+        self.manifest: Manifest
+        self.manifest, self.buckets = published(version, self.sent)
+        return [one for one in opened(self.manifest, self.buckets) if not names or one[0].name in names]
+
+    def prepare(self, tensors: list[tuple[TensorEntry, Tensor]]) -> StandIns:
+        """Write into stand-ins, and note it in a draft."""
+        assert self.direct.can_load([entry.name for entry, _ in tensors])
+        self.draft = self.held.draft()
+        self.packing.note(self.draft, self.manifest.version)
+        return self.direct.prepare(self.draft.sent(tensors))
+
+    def install(self, stand_ins: StandIns) -> None:
+        """Load what was prepared."""
+        self.direct.install(stand_ins)
+        assert self.direct.replaced(stand_ins) is None
+        self.held = self.draft
+
+    def _load_as_vllm(self, tensors: list[tuple[TensorEntry, Tensor]]) -> None:
+        children = {name: one for name, one in self.model.named_children() if name != "head"}
+        parameters = {name: torch.zeros(layer.weight.shape) for name, layer in children.items()}
         with self.held.recording((f"{name}.weight", one) for name, one in parameters.items()):
             for name, tensor in self.held.sent(tensors):
                 self.copy(parameters, name, tensor)
         for name, parameter in parameters.items():
             layer = getattr(self.model, name)
             layer.weight = torch.nn.Parameter(parameter, requires_grad=False)
+            if name == "embedding":
+                self.model.head.weight = layer.weight
+                self.packing.pack_heads()
             if layer.quant_method is not None:
                 layer.quant_method.process_weights_after_loading(layer)
 
@@ -80,9 +112,15 @@ class Engine:
             parameters[name][: len(tensor)].copy_(tensor)
 
     def verify(self) -> ReadBack:
-        self.held.begin_to_verify(self.packing.readable(self.model))
-        self.packing.verify(self.manifest.version, share=1)
-        return self.held.verify(self.manifest)
+        return self._verify(self.held, {})
+
+    def verify_stand_ins(self, stand_ins: StandIns) -> ReadBack:
+        return self._verify(self.draft, stand_ins)
+
+    def _verify(self, held: HeldWeights, stand_ins: StandIns) -> ReadBack:
+        held.begin_to_verify(self.packing.readable(self.model) | self.direct.parameters(stand_ins))
+        self.packing.verify(self.manifest.version, 1, stand_ins)
+        return held.verify(self.manifest)
 
     def computes_with(self) -> dict[str, Tensor]:
         """Return the weights as the kernels compute with them."""
@@ -90,14 +128,15 @@ class Engine:
         qkv = model.qkv.cpu_linear(INPUT, None, None).T
         parts = {name: qkv[n * SIZE : (n + 1) * SIZE] for n, name in enumerate(NAMES)}
         o = model.o.cpu_linear(INPUT, None, None).T
-        embedding = model.embedding.cpu_linear(INPUT, model.embedding.weight, None).T[:SIZE]
-        return parts | {"o": o, "embedding": embedding, "norm": model.norm.weight}
+        head = model.head.cpu_linear(INPUT, model.head.weight, None).T[:SIZE]
+        assert torch.equal(head, model.embedding.weight[:SIZE])
+        return parts | {"o": o, "embedding": head, "norm": model.norm.weight}
 
 
 @pytest.fixture
 def engine() -> Engine:
     engine = Engine()
-    engine.load(0, seed=0, direct=False)
+    engine.load(0, seed=0, way="as vLLM")
     return engine
 
 
@@ -106,45 +145,97 @@ def assert_computes_with_what_was_sent(engine: Engine) -> None:
         assert torch.equal(weight, engine.sent[name]), name
 
 
-def test_later_versions_are_written_where_the_first_one_was_loaded(engine: Engine) -> None:
+@WAYS
+def test_later_versions_are_written_where_the_first_one_was_loaded(engine: Engine, way: Way) -> None:
     in_use = [engine.model.embedding.weight, engine.model.norm.weight]
     freed = engine.model.o.weight
     for version in (1, 2):
-        engine.load(version, seed=10 * version)
+        engine.load(version, seed=10 * version, way=way)
         assert engine.verify().left_out == ()
         assert_computes_with_what_was_sent(engine)
-    assert engine.model.embedding.weight is in_use[0] and engine.model.norm.weight is in_use[1], "in place"
+    assert engine.model.embedding.weight is in_use[0] and engine.model.norm.weight is in_use[1], (
+        "the same ones"
+    )
+    assert engine.model.head.weight is in_use[0]
     assert torch.equal(in_use[0][SIZE:], torch.zeros(2, SIZE)), "what pads it stays"
     assert engine.model.o.weight is freed and freed.numel() == engine.model.qkv.weight.numel() == 0
 
 
-def test_what_was_sent_may_be_freed_once_it_is_loaded(engine: Engine) -> None:
-    engine.load(1, seed=10)
+@WAYS
+def test_what_was_sent_may_be_freed_once_it_is_loaded(engine: Engine, way: Way) -> None:
+    engine.load(1, seed=10, way=way)
     engine.verify()
     for bucket in engine.buckets:
         bucket.fill(7)
     assert_computes_with_what_was_sent(engine)
 
 
-def test_layers_of_which_nothing_was_sent_stay_as_they_are(engine: Engine) -> None:
+@WAYS
+def test_layers_of_which_nothing_was_sent_stay_as_they_are(engine: Engine, way: Way) -> None:
     before = engine.computes_with()
-    engine.load(1, seed=10, names=("o",))
+    engine.load(1, seed=10, names=("o",), way=way)
     engine.sent = {**before, "o": engine.sent["o"]}
     assert_computes_with_what_was_sent(engine)
 
 
-def test_a_flipped_bit_is_found(engine: Engine) -> None:
+@pytest.mark.parametrize("name", ["norm", "o"])
+def test_a_flipped_bit_is_found(engine: Engine, name: str) -> None:
     write = engine.direct._write
 
-    def flipped(place: Any, tensor: Tensor, *args: Any) -> None:
-        write(place, tensor, *args)
-        if place.parameter == "norm.weight":
-            args[0].view(torch.int32)[3] ^= 1
+    def flipped(place: Any, tensor: Tensor, *args: Any, **how: Any) -> None:
+        tensor = tensor.clone()
+        if place.parameter == f"{name}.weight":
+            tensor.view(torch.int32).view(-1)[3] ^= 1
+        write(place, tensor, *args, **how)
 
+    before = engine.computes_with()
     engine.direct._write = flipped
-    engine.load(1, seed=10)
-    with pytest.raises(WeightError, match="norm"):
+    stand_ins = engine.prepare(engine.publish(1, seed=10))
+    with pytest.raises(WeightError, match=name):
+        engine.verify_stand_ins(stand_ins)
+    engine.sent = before
+    assert_computes_with_what_was_sent(engine)
+    engine.load(2, seed=20)
+    with pytest.raises(WeightError, match=name):
         engine.verify()
+
+
+def test_what_is_prepared_is_whole_and_changes_nothing_before_it_is_installed(engine: Engine) -> None:
+    before = {name: one.clone() for name, one in engine.computes_with().items()}
+    stand_ins = engine.prepare(engine.publish(1, seed=10))
+    assert engine.verify_stand_ins(stand_ins).left_out == ()
+    sent, engine.sent = engine.sent, before
+    assert_computes_with_what_was_sent(engine)
+    engine.install(stand_ins)
+    engine.sent = sent
+    assert_computes_with_what_was_sent(engine)
+    assert engine.verify().left_out == ()
+
+
+def test_a_version_that_was_prepared_and_given_up_leaves_no_trace(engine: Engine) -> None:
+    engine.prepare(engine.publish(1, seed=10))
+    engine.publish(2, seed=0)
+    assert_computes_with_what_was_sent(engine)
+    assert engine.verify().left_out == (), "the weights of version 0 again, of which nothing is sent"
+
+
+def test_a_tied_head_that_is_not_prepared_is_found_before_it_serves(engine: Engine) -> None:
+    engine.direct._tied.clear()
+    stand_ins = engine.prepare(engine.publish(1, seed=10))
+    with pytest.raises(WeightError, match="what is packed for 'head'"):
+        engine.verify_stand_ins(stand_ins)
+
+
+@pytest.mark.parametrize("spoil", ["kernel", "memory"])
+def test_a_layer_that_does_not_have_what_was_prepared_for_it_is_named(engine: Engine, spoil: str) -> None:
+    stand_ins = engine.prepare(engine.publish(1, seed=10))
+    former = engine.model.o.cpu_linear
+    engine.install(stand_ins)
+    if spoil == "kernel":
+        engine.model.o.cpu_linear = former
+    else:
+        engine.model.norm.weight.data = engine.model.norm.weight.data.clone()
+    assert engine.direct.replaced(stand_ins) == ("o" if spoil == "kernel" else "norm")
 
 
 @pytest.mark.parametrize("names", [("q", "k"), ("v", "norm")])
@@ -160,7 +251,7 @@ def test_nothing_is_known_before_the_first_load() -> None:
 def test_a_loader_that_changes_something_is_left_to_vllm() -> None:
     engine = Engine()
     engine.change = 1.0
-    engine.load(0, seed=0, direct=False)
+    engine.load(0, seed=0, way="as vLLM")
     assert not engine.direct.can_load([*WEIGHTS, "norm"])
     assert not engine.direct.can_load(["o"]), "it may have part in what was changed"
 
@@ -170,7 +261,7 @@ def test_a_layer_that_does_more_with_its_weights_is_left_to_vllm(spoil: str) -> 
     engine = Engine(rows=SIZE + (2 if spoil == "padding" else 0))
     if spoil == "method":
         engine.model.norm.quant_method = type("Reordering", (linear.UnquantizedLinearMethod,), {})()
-    engine.load(0, seed=0, direct=False)
+    engine.load(0, seed=0, way="as vLLM")
     if spoil == "form":
         engine.model.norm.weight = torch.nn.Parameter(engine.model.norm.weight.double(), requires_grad=False)
     assert engine.direct.can_load(["norm"]) == (spoil == "padding")

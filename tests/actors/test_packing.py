@@ -58,12 +58,13 @@ class Model(torch.nn.Module):
         if has_head:
             self.head = layer_of(vllm_layers.ParallelLMHead, torch.randn(8, 4), frees=False)
             self.head.weight = self.embedding.weight
-        self.packing = Packing(self, HeldWeights(ThreadPoolExecutor(1)))
+        self.held = HeldWeights(ThreadPoolExecutor(1))
+        self.packing = Packing(self, self.held)
         self.sync(0)
 
     def sync(self, version: int, heads: bool = True) -> None:
         """Load other weights, and pack what vLLM packs."""
-        self.packing.version = version
+        self.packing.note(self.held, version)
         self.linear.weight = torch.nn.Parameter(torch.randn(6, 4), requires_grad=False)
         self.embedding.weight.copy_(torch.randn(8, 4))
         for layer in (self.linear, self.embedding):
@@ -106,7 +107,7 @@ def test_a_layer_whose_kernel_kept_its_former_weights_is_refused_by_name() -> No
 
 def test_a_layer_of_which_nothing_was_seen_packed_is_refused_by_name() -> None:
     model = Model()
-    model.packing._columns.clear()
+    del model.linear.raypost_column
     with pytest.raises(WeightError, match="nothing shows what was packed for 'linear'"):
         model.packing.verify(0)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -17,7 +18,7 @@ import pytest
 from actors.rollout.staging import StagedVersion, Staging
 from raypost.errors import TransportError, WeightError
 from raypost.weights.group import BroadcastGroup, Host
-from raypost.weights.manifest import DOWN, UP, Bytes, Manifest, pack, pack_adapters, views
+from raypost.weights.manifest import DOWN, UP, Bytes, Manifest, pack, pack_adapters, verify, views
 from raypost.weights.seats import Member, Seats
 
 LONG_S = 30.0
@@ -92,7 +93,7 @@ Way = Memory | Group
 
 @pytest.fixture(params=[Memory, Group])
 def way(request: pytest.FixtureRequest, tmp_path: Path) -> Way:
-    staging = [Staging(ThreadPoolExecutor(1)) for _ in range(2)]
+    staging = [Staging(ThreadPoolExecutor(1), prepare=lambda manifest, buckets: None) for _ in range(2)]
     made: Way = request.param(tmp_path, staging)
     return made
 
@@ -152,7 +153,7 @@ def test_other_bytes_than_were_published_are_refused_with_the_tensors_name(
 
 
 def test_a_bucket_that_was_left_out_is_refused(tmp_path: Path) -> None:
-    way = Memory(tmp_path, [Staging(ThreadPoolExecutor(1))])
+    way = Memory(tmp_path, [Staging(ThreadPoolExecutor(1), prepare=lambda manifest, buckets: None)])
     manifest, buckets = version(0)
     assert "buckets have (1280,) bytes" in way.send(manifest, buckets[:1])[0]
 
@@ -188,7 +189,7 @@ def test_a_base_stays_and_factors_are_sent_alone(way: Way) -> None:
 
 
 def test_a_base_that_is_not_here_is_asked_for(tmp_path: Path) -> None:
-    way = Group(tmp_path, [Staging(ThreadPoolExecutor(1))])
+    way = Group(tmp_path, [Staging(ThreadPoolExecutor(1), prepare=lambda manifest, buckets: None)])
     seats = Seats.decoded(way.host.seats.encoded().replace('"first_bucket": 0', '"first_bucket": 1'))
     base, _ = version(0)
     for manifest in (base, replace(base, base="of adapters", base_buckets=1)):
@@ -228,7 +229,7 @@ def test_who_waits_for_a_member_that_does_not_come_gives_up_in_time() -> None:
 
 def test_who_waits_for_bytes_that_do_not_come_gives_up_in_time_and_says_so() -> None:
     host = Host("127.0.0.1", "gloo", 2.0, [Member("r0", 0, "", 1)])
-    staging = Staging(ThreadPoolExecutor(1))
+    staging = Staging(ThreadPoolExecutor(1), prepare=lambda manifest, buckets: None)
     manifest, buckets = version(0)
     with pipe() as (reader, answers):
         staging.receive(manifest, answers, host.seats, 1)
@@ -236,6 +237,24 @@ def test_who_waits_for_bytes_that_do_not_come_gives_up_in_time_and_says_so() -> 
         assert "rank 1 of 2" in reader.read().decode()
     with pytest.raises(TransportError):
         taken(staging, manifest)
+
+
+def test_a_version_is_prepared_once_it_is_verified_and_before_it_counts_as_staged(way: Way) -> None:
+    (manifest, buckets), prepared = version(0), list[tuple[int, Manifest]]()
+    for place, staging in enumerate(way.staging):
+
+        def prepare(sent: Manifest, given: list[Bytes], place: int = place) -> None:
+            verify(sent, given)
+            time.sleep(0.05)
+            prepared.append((place, sent))
+
+        staging._prepare = prepare
+    assert way.send(manifest, buckets) == ["", ""]
+    assert sorted(place for place, _ in prepared) == [0, 1]
+    wrong = [bucket.copy() for bucket in buckets]
+    wrong[0][3] ^= 1
+    assert all(way.send(manifest, wrong)), "and nothing of wrong bytes is prepared"
+    assert len(prepared) == 2
 
 
 def test_a_sender_whose_receiver_is_gone_gives_up() -> None:
