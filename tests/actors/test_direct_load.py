@@ -80,7 +80,8 @@ class Engine:
         assert self.direct.can_load([entry.name for entry, _ in tensors])
         self.draft = self.held.draft()
         self.packing.note(self.draft, self.manifest.version)
-        return self.direct.prepare(self.draft.sent(tensors))
+        stand_ins: StandIns = self.direct.prepare(self.draft.sent(tensors))
+        return stand_ins
 
     def install(self, stand_ins: StandIns) -> None:
         """Load what was prepared."""
@@ -89,7 +90,7 @@ class Engine:
         self.held = self.draft
 
     def _load_as_vllm(self, tensors: list[tuple[TensorEntry, Tensor]]) -> None:
-        children = {name: one for name, one in self.model.named_children() if name != "head"}
+        children: dict[str, Any] = {name: one for name, one in self.model.named_children() if name != "head"}
         parameters = {name: torch.zeros(layer.weight.shape) for name, layer in children.items()}
         with self.held.recording((f"{name}.weight", one) for name, one in parameters.items()):
             for name, tensor in self.held.sent(tensors):
