@@ -103,12 +103,12 @@ async def whole(worker: RolloutWorker, model: LlamaForCausalLM, repeat: int, fol
         begin = time.perf_counter()
         manifest, buckets = pack(version, computed(base_weights(model)), BUCKET_BYTES)
         times["pack"].append(time.perf_counter() - begin)
+        # In turn, so that neither is measured on another machine than the other.
+        engine.verify = "off" if version % 2 else "every"
         begin = time.perf_counter()
         await worker.stage_weights(manifest, *buckets)
         times["stage"].append(time.perf_counter() - begin)
         times["reload"] += await engine.llm.collective_rpc(reload, args=(str(folder / "weights"),))
-        # In turn, so that neither is measured on another machine than the other.
-        engine.verify = "off" if version % 2 else "every"
         report = await worker.load_weights(manifest, *buckets)
         times["load" if version % 2 else "load, verified"].append(report.load_s)
         if report.read_back:

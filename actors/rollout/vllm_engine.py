@@ -74,6 +74,8 @@ class RolloutEngine(VllmEngine):
             # Weights always come from the trainer, so no time is spent reading others from disk.
             load_format="dummy",
             scheduling_policy="priority",
+            block_size=config.block_size,
+            max_num_batched_tokens=config.rollout.max_num_batched_tokens,
             enable_sleep_mode=config.sleep_mode,
             # Of the distribution sampled from: log softmax(logits / temperature), as in training.
             logprobs_mode="processed_logprobs",

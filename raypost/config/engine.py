@@ -30,6 +30,8 @@ class EngineConfig:
     """Size, parallelism and deadlines of the engine."""
     verify: VerifyWeights = "every"
     """Which of its loads are read back."""
+    block_size: int | None = None
+    """Tokens of a block of its key-value cache; None: the engine's own."""
     recompute_kv_cache: bool = False
     """Whether a load drops the keys and values of frozen requests."""
 
@@ -44,6 +46,7 @@ class EngineConfig:
             sleep_mode=pool is None and config.placement == "colocate" and config.device == "cuda",
             rollout=config.rollout if pool is None else config.rollout.of_pool(pool),
             verify=config.sync.verify,
+            block_size=config.block_size,
             recompute_kv_cache=config.sync.recompute_kv_cache,
         )
 

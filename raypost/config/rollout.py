@@ -86,6 +86,13 @@ class RolloutConfig(EnginePoolConfig):
     """Fraction of a GPU's memory that an engine takes."""
     kv_cache_gb: Annotated[float, Field(gt=0)] = 1
     """Size of an engine's key-value cache where `device` is cpu, GiB."""
+    block_size: Annotated[int, Field(ge=1)] | None = None
+    """Tokens of a block of the engines' key-value cache, as vLLM's. Siblings share their prompt by whole blocks, and
+    compute the rest of it once each. null: the engine's own, but on CPU, whose 128 a prompt seldom fills, 32 where a
+    task has `max_prompt_tokens` above that."""
+    max_num_batched_tokens: Annotated[int, Field(ge=1)] | None = None
+    """Most tokens that an engine computes in one step, as vLLM's; a longer prompt takes several. A sync waits for the
+    step under way: less makes syncs shorter, for a large model on few cores. null: the engine's own, in thousands."""
     enforce_eager: bool = True
     """Skip CUDA graphs and compilation: engines start faster and generate slower."""
     start_timeout_s: Annotated[float, Field(gt=0)] = 300
@@ -114,6 +121,16 @@ class RolloutConfig(EnginePoolConfig):
     @model_validator(mode="after")
     def _begins_within_its_bounds(self) -> RolloutConfig:
         _check_pool(self)
+        return self
+
+    @model_validator(mode="after")
+    def _a_step_has_a_token_of_each_request(self) -> RolloutConfig:
+        most = max(one.max_num_seqs for one in self.by_pool().values())
+        if self.max_num_batched_tokens is not None and self.max_num_batched_tokens < most:
+            raise ValueError(
+                f"max_num_batched_tokens is {self.max_num_batched_tokens}, and max_num_seqs {most} requests need a "
+                "token each: raise it to that, or lower max_num_seqs"
+            )
         return self
 
     @property

@@ -79,6 +79,10 @@ class FaultsConfig(ConfigModel):
     """Time in which the failures of a role are counted, seconds."""
 
 
+CPU_BLOCK = 32
+"""Tokens of the smallest block of keys and values that vLLM's kernels for CPU take."""
+
+
 class Config(ConfigModel):
     """One run."""
 
@@ -230,6 +234,14 @@ class Config(ConfigModel):
             return None
         return task.model_copy(update={"source": source.model_copy(update={"hold_out": False})})
 
+    @property
+    def block_size(self) -> int | None:
+        """Tokens of a block of the engines' key-value cache; None: the engine's own."""
+        own = self.rollout.block_size
+        if own is None and self.device == "cpu":
+            return CPU_BLOCK if any(task.max_prompt_tokens > CPU_BLOCK for task in self.tasks) else None
+        return own
+
     @model_validator(mode="before")
     @classmethod
     def _train_on_all(cls, data: Any) -> Any:
@@ -253,10 +265,17 @@ class Config(ConfigModel):
             *self._eval_problems(),
             *self._interval_problems(),
             *self._batch_problems(),
+            *self._block_problems(),
         ]
         if problems:
             raise ValueError("\n".join(problems))
         return self
+
+    def _block_problems(self) -> list[str]:
+        own = self.rollout.block_size
+        if self.device == "cpu" and own is not None and own % CPU_BLOCK:
+            return [f"rollout.block_size is {own}, and on CPU engines take multiples of {CPU_BLOCK}: use one"]
+        return []
 
     def _name_problems(self) -> list[str]:
         problems = []

@@ -137,7 +137,8 @@ def engine_memory(config: Config, sizes: ModelSizes, rollout: RolloutConfig | No
     weights = sizes.weights * _element(config) / ranks
     if config.device == "cpu":
         cache = rollout.kv_cache_gb * GIB
-        return Memory("engine", "host", {"weights": weights, "cache": cache, "process": _ENGINE_PROCESS})
+        parts = {"weights": weights, "the version that comes next": weights}
+        return Memory("engine", "host", {**parts, "cache": cache, "process": _ENGINE_PROCESS})
     cache = rollout.max_num_seqs * config.engine_model_len * _cache_token(config, sizes) / ranks
     return Memory("engine", "GPU", {"weights": weights, "cache of max_num_seqs requests": cache})
 

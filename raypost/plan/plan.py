@@ -201,9 +201,18 @@ def _batch(config: Config) -> dict[str, str]:
         "trajectories in the whole run": f"{samples * train.num_steps} in {train.num_steps} steps",
         "requests in flight": f"the staleness bound allows {_requests(config)}, for {rollout.num_slots} slots "
         f"({_slots(rollout)})",
+        "prompts of a group": _shared_prompts(config),
         "groups produced ahead": f"at most {steps_ahead * train.batch_size} ({steps_ahead} batch(es))",
         "evaluation": "; ".join(_evaluation(task, config) for task in config.tasks),
     }
+
+
+def _shared_prompts(config: Config) -> str:
+    """Say what siblings share of their prompt."""
+    size = config.block_size
+    whose = "the engine's own" if size is None else str(size)
+    own = f"{whose}{' (vLLM: 128)' if size is None and config.device == 'cpu' else ''}"
+    return f"shared by whole blocks of the key-value cache, block_size {own}"
 
 
 def _slots(rollout: RolloutConfig) -> str:

@@ -45,9 +45,11 @@ class Engine:
         self.model.qkv = layer_of(torch.nn.Module, (3 * SIZE, SIZE), method)
         self.model.o = layer_of(torch.nn.Module, (rows, SIZE), method)
         of_embedding = vllm_layers.UnquantizedEmbeddingMethod()
-        self.model.embedding = layer_of(vllm_layers.ParallelLMHead, (SIZE + 2, SIZE), of_embedding)
-        self.model.head = layer_of(vllm_layers.ParallelLMHead, (SIZE + 2, SIZE), of_embedding)
-        self.model.head.weight = self.model.embedding.weight
+        embedding, head = (
+            layer_of(vllm_layers.ParallelLMHead, (SIZE + 2, SIZE), of_embedding) for _ in range(2)
+        )
+        head.weight = embedding.weight
+        self.model.embedding, self.model.head = embedding, head
         self.model.norm = layer_of(torch.nn.Module, (SIZE,))
         self.held = HeldWeights(ThreadPoolExecutor(1))
         self.packing = packing.Packing(self.model, self.held)
@@ -90,7 +92,7 @@ class Engine:
         self.held = self.draft
 
     def _load_as_vllm(self, tensors: list[tuple[TensorEntry, Tensor]]) -> None:
-        children: dict[str, Any] = {name: one for name, one in self.model.named_children() if name != "head"}
+        children = {name: one for name, one in self.model.named_children() if name != "head"}
         parameters = {name: torch.zeros(layer.weight.shape) for name, layer in children.items()}
         with self.held.recording((f"{name}.weight", one) for name, one in parameters.items()):
             for name, tensor in self.held.sent(tensors):

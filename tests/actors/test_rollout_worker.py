@@ -627,6 +627,14 @@ async def test_engine_that_holds_something_else_than_was_prepared_serves_nothing
 
 
 @one_engine
+async def test_engine_is_started_as_it_was_configured(bench: Bench) -> None:
+    started = bench.llm.vllm_config
+    assert started.cache_config.block_size == CONFIG.block_size == 32
+    assert started.scheduler_config.max_num_batched_tokens == CONFIG.rollout.max_num_batched_tokens == 256
+    assert started.scheduler_config.max_num_seqs == CONFIG.rollout.max_num_seqs
+
+
+@one_engine
 async def test_requests_run_on_under_the_old_weights_while_a_version_is_prepared(bench: Bench) -> None:
     await bench.sync()
     before = bench.version

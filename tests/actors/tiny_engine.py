@@ -27,7 +27,8 @@ CONFIG = EngineConfig(
     max_model_len=256,
     seed=0,
     sleep_mode=False,
-    rollout=RolloutConfig(max_num_seqs=32, kv_cache_gb=0.1),
+    rollout=RolloutConfig(max_num_seqs=32, kv_cache_gb=0.1, max_num_batched_tokens=256),
+    block_size=32,
     recompute_kv_cache=True,  # so that each token is what its version alone gives
 )
 PROMPT = np.asarray([3, 7, 11, 2, 5], np.int32)

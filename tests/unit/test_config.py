@@ -11,8 +11,10 @@ import yaml
 from pydantic import BaseModel
 
 from raypost.config import ConfigModel, load_config, parse_config
+from raypost.config.engine import EngineConfig
 from raypost.config.sentences import field_sentences
 from raypost.errors import ConfigError
+from raypost.plan.plan import check
 from tests.factories import SMALLEST, make_config, plain_config, refusal_of
 
 TASK = SMALLEST["tasks"][0]
@@ -52,6 +54,11 @@ BAD = [
         plain_config(train__num_workers=3),
         ["batch_size is 8", "not divisible by train.num_workers 3", "use 9"],
     ),
+    (
+        plain_config(rollout__max_num_batched_tokens=16),
+        ["rollout", "max_num_batched_tokens is 16", "max_num_seqs 64", "raise it"],
+    ),
+    (plain_config(rollout__block_size=48), ["rollout.block_size is 48", "multiples of 32"]),
     (plain_config(train__num_minibatches=3), ["batch_size is 8", "num_minibatches 3", "divisor of 8"]),
     (plain_config(tasks__0__group_size=1), ["'default'", "group_size is 1", "'grpo'", "use 2 or more"]),
     (
@@ -193,6 +200,24 @@ def test_requests_freeze_only_where_they_can_stay_and_go_on(places: dict[str, An
     assert {config.pause_mode(step, saving=True) for step in range(7)} == {"abort"}
     gentle = make_config(sync__pause_mode="wait", **due, **places)
     assert {gentle.pause_mode(step, saving=stop) for step in range(7) for stop in (True, False)} == {"wait"}
+
+
+@pytest.mark.parametrize(
+    ("options", "size"),
+    [
+        ({"tasks__0__max_prompt_tokens": 32}, None),
+        ({"tasks__0__max_prompt_tokens": 33}, 32),
+        ({"tasks__0__max_prompt_tokens": 33, "rollout__block_size": 128}, 128),
+        ({"tasks__0__max_prompt_tokens": 33, "device": "cuda"}, None),
+        ({"rollout__block_size": 16, "device": "cuda"}, 16),
+    ],
+)
+def test_blocks_are_small_where_siblings_on_cpu_can_share_one(
+    options: dict[str, Any], size: int | None
+) -> None:
+    config = make_config(**options)
+    assert config.block_size == size == EngineConfig.of(config).block_size
+    assert f"block_size {size or 'the engine'}" in dict(check(config).batch)["prompts of a group"]
 
 
 def test_evaluation_is_never_due_without_prompts() -> None:
