@@ -11,8 +11,7 @@ packed for it are attributes of the layer.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator, Mapping
-from types import MappingProxyType
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -31,7 +30,6 @@ Module = torch.nn.Module
 
 KEEPING = (UnquantizedEmbeddingMethod,)
 """Methods that leave the weights as they were loaded, beside what they pack."""
-NO_STAND_INS: Mapping[Module, Module] = MappingProxyType({})
 
 SHARE = 8
 """One in so many layers is asked for a column while requests wait: to answer, a kernel reads all that it has packed."""
@@ -92,29 +90,21 @@ class Packing:
         """Layers of experts may keep the form and change the order."""
         return (module for module in self._layers.values() if hasattr(module.quant_method, "moe_kernel"))
 
-    def verify(
-        self, version: int, share: int = SHARE, stand_ins: Mapping[Module, Module] = NO_STAND_INS
-    ) -> int:
+    def verify(self, version: int, share: int = SHARE) -> int:
         """Ask kernels for a column of what they have packed; return how many were asked.
 
-        Heads are asked always, of the other layers one in `share`, others at every version. `stand_ins` are asked in
-        place of their layers. Raises WeightError naming the layer whose kernel computes with something else than was
-        loaded.
+        Heads are asked always, of the other layers one in `share`, others at every version. Only for the thread that
+        the model runs on, since kernels share their scratch memory. Raises WeightError naming the layer whose kernel
+        computes with something else than was loaded.
         """
         asked = 0
-        coming = {
-            id(layer._parameters[own]): one
-            for layer, stand_in in stand_ins.items()
-            for own, one in stand_in._parameters.items()
-        }
-        for number, (name, own) in enumerate(self._layers.items()):
-            layer: Any = stand_ins.get(own, own)
+        for number, (name, layer) in enumerate(self._layers.items()):
             kernel: Any = getattr(layer, "cpu_linear", None)
             if kernel is None or kernel is torch.nn.functional.linear:
                 continue
             if number % share != version % share and not isinstance(layer, ParallelLMHead):
                 continue
-            weight: Any = coming.get(id(layer.weight), layer.weight)
+            weight: Any = layer.weight
             if weight.dim() == 2:
                 column = version % weight.shape[1]
                 expected = weight[:, column]

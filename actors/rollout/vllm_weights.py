@@ -195,7 +195,10 @@ class SharedMemoryTransfer(
         sent, verifying = self._sent.draft(), self._verifying
         self._packing.note(sent, manifest.version if verifying else None)
         stand_ins = self._direct.prepare(self._to_load(stale, buckets, sent if verifying else None))
-        read = self._read_back(manifest, sent, stand_ins) if verifying else None
+        read = None
+        if verifying:
+            sent.begin_to_verify(self._packing.readable(self.model) | self._direct.parameters(stand_ins))
+            read = sent.verify(manifest)
         return PreparedVersion(manifest, names, stand_ins, sent, read)
 
     def receive_weights(self, update_info: PublishedVersion) -> None:
@@ -293,7 +296,7 @@ class SharedMemoryTransfer(
             self._kernels.clear()
             if any(block_of(entry.name) == entry.name for entry in self._loaded):
                 self._packing.pack_heads()
-        self.read_back = self._read_back(manifest, self._sent, {}) if self._to_read_back else None
+        self.read_back = self._read_back(manifest) if self._to_read_back else None
 
     def _check_installed(self, prepared: PreparedVersion) -> None:
         """Raise WeightError unless the layers compute with what was read back of their stand-ins."""
@@ -304,8 +307,10 @@ class SharedMemoryTransfer(
                 f"version {prepared.manifest.version}: layer {wrong!r} does not compute with what was prepared for it: "
                 "load it again"
             )
-        self._sent, read = prepared.sent, prepared.read_back
-        self.read_back = read and read._replace(seconds=time.perf_counter() - begin)
+        self._sent, self.read_back = prepared.sent, prepared.read_back
+        if self.read_back is not None:
+            self._ask_kernels(prepared.manifest.version)
+            self.read_back = self.read_back._replace(seconds=time.perf_counter() - begin)
 
     def _forget_kernels(self) -> None:
         """Take the kernels from layers of experts: a layer that has one would not pack the weights loaded into it."""
@@ -315,20 +320,19 @@ class SharedMemoryTransfer(
                 self._kernels.append((method, method.moe_kernel))
                 method.moe_kernel = None
 
-    def _read_back(
-        self, manifest: Manifest, sent: HeldWeights, stand_ins: dict[torch.nn.Module, torch.nn.Module]
-    ) -> ReadBack:
-        """Compare what the model holds, with these stand-ins, with what was sent.
-
-        Raises WeightError naming what differs.
-        """
+    def _read_back(self, manifest: Manifest) -> ReadBack:
+        """Compare what the model holds with what was sent. Raises WeightError naming what differs."""
         begin = time.perf_counter()
-        sent.begin_to_verify(self._packing.readable(self.model) | self._direct.parameters(stand_ins))
-        # Beside the digests, which a thread of its own computes. A new engine's layers are asked one and all.
-        self._packing.verify(manifest.version, SHARE if self._was_read_back else 1, stand_ins)
-        found = sent.verify(manifest)
-        self._was_read_back = True
+        self._sent.begin_to_verify(self._packing.readable(self.model))
+        # Beside the digests, which a thread of its own computes.
+        self._ask_kernels(manifest.version)
+        found = self._sent.verify(manifest)
         return found._replace(seconds=time.perf_counter() - begin)
+
+    def _ask_kernels(self, version: int) -> None:
+        """Compare what kernels have packed with what was loaded; of a new engine's layers, one and all."""
+        self._packing.verify(version, SHARE if self._was_read_back else 1)
+        self._was_read_back = True
 
     def shutdown(self) -> None:
         """End the threads that stage and verify."""

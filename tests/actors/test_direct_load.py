@@ -115,15 +115,13 @@ class Engine:
             parameters[name][: len(tensor)].copy_(tensor)
 
     def verify(self) -> ReadBack:
-        return self._verify(self.held, {})
+        self.held.begin_to_verify(self.packing.readable(self.model))
+        self.packing.verify(self.manifest.version, share=1)
+        return self.held.verify(self.manifest)
 
     def verify_stand_ins(self, stand_ins: StandIns) -> ReadBack:
-        return self._verify(self.draft, stand_ins)
-
-    def _verify(self, held: HeldWeights, stand_ins: StandIns) -> ReadBack:
-        held.begin_to_verify(self.packing.readable(self.model) | self.direct.parameters(stand_ins))
-        self.packing.verify(self.manifest.version, 1, stand_ins)
-        return held.verify(self.manifest)
+        self.draft.begin_to_verify(self.packing.readable(self.model) | self.direct.parameters(stand_ins))
+        return self.draft.verify(self.manifest)
 
     def computes_with(self) -> dict[str, Tensor]:
         """Return the weights as the kernels compute with them."""
@@ -222,11 +220,26 @@ def test_a_version_that_was_prepared_and_given_up_leaves_no_trace(engine: Engine
     assert engine.verify().left_out == (), "the weights of version 0 again, of which nothing is sent"
 
 
-def test_a_tied_head_that_is_not_prepared_is_found_before_it_serves(engine: Engine) -> None:
+def test_a_tied_head_that_was_not_prepared_is_found(engine: Engine) -> None:
     engine.direct._tied.clear()
-    stand_ins = engine.prepare(engine.publish(1, seed=10))
+    engine.install(engine.prepare(engine.publish(1, seed=10)))
     with pytest.raises(WeightError, match="what is packed for 'head'"):
-        engine.verify_stand_ins(stand_ins)
+        engine.verify()
+
+
+def test_nothing_is_computed_with_a_kernel_beside_the_requests(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Kernels of all layers share their scratch memory: one that runs on another thread spoils what requests get."""
+    tensors = engine.publish(1, seed=10)
+    ops = pytest.importorskip("vllm._custom_ops")
+    for name in ("onednn_mm", "weight_packed_linear_cpu"):
+        monkeypatch.setattr(ops, name, lambda *args, name=name: pytest.fail(f"{name} was called"))
+    stand_ins = engine.prepare(tensors)
+    engine.verify_stand_ins(stand_ins)
+    monkeypatch.undo()
+    engine.install(stand_ins)
+    assert_computes_with_what_was_sent(engine)
 
 
 @pytest.mark.parametrize("spoil", ["kernel", "memory"])
