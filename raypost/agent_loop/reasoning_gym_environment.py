@@ -5,11 +5,11 @@ Owns what the policy is told of a wrong answer, and what a right one is worth by
 
 from __future__ import annotations
 
-import importlib
 import re
 from typing import Any
 
 from raypost.agent_loop.episode import Observation, saying
+from raypost.data.gym import gym_factory
 from raypost.errors import ConfigError
 
 
@@ -47,9 +47,7 @@ class ReasoningGymEnvironment:
             name = self._entry["metadata"]["source_dataset"]
         except (KeyError, TypeError):
             raise ConfigError("the prompt is no problem of reasoning-gym: set source.kind to it") from None
-        # Imported here: it takes a second.
-        factory: Any = importlib.import_module("reasoning_gym.factory")
-        self._score = factory.get_score_answer_fn(name)
+        self._score = gym_factory().get_score_answer_fn(name)
         self._tries = 0
         return Observation()
 

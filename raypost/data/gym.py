@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import hashlib
+import importlib
 import importlib.metadata
 import itertools
 import json
+import sys
+import threading
 from collections.abc import Iterator
+from types import ModuleType
 from typing import Any
 
 from raypost.config import SourceConfig, TaskConfig
@@ -23,6 +27,38 @@ _PROBES = 64
 
 _SEED_SPACE = 2**31
 """Datasets hand their seed to generators that take 31 bits at least."""
+
+_IMPORTING = threading.Lock()
+
+
+class _WhenUsed(ModuleType):
+    """Stands in for a module, which is imported when something of it is asked for."""
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        self.leave()
+        return getattr(importlib.import_module(self.__name__), name)
+
+    def leave(self) -> None:
+        """Have the next import find the module itself."""
+        if sys.modules.get(self.__name__) is self:
+            del sys.modules[self.__name__]
+
+
+def gym_factory() -> Any:
+    """Import reasoning-gym, and return its module of datasets. A job on files need not pay for it.
+
+    Without cellpylib, which two datasets use when they make a problem and which brings matplotlib's windows: a third of
+    the time, and 30 MB of each process.
+    """
+    with _IMPORTING:
+        stand_in = _WhenUsed("cellpylib")
+        sys.modules.setdefault("cellpylib", stand_in)
+        try:
+            return importlib.import_module("reasoning_gym.factory")
+        finally:
+            stand_in.leave()
 
 
 class GymSource:
@@ -83,10 +119,8 @@ def gym_dataset(source: SourceConfig, seed: int, part: int) -> Any:
 
     Raises ConfigError for an unknown dataset or parameters it refuses.
     """
-    # Imported here: it takes a second, which a job on files need not pay.
-    from reasoning_gym.factory import DATASETS, create_dataset
-
-    if source.dataset not in DATASETS:
+    factory = gym_factory()
+    if source.dataset not in factory.DATASETS:
         raise ConfigError(
             f"reasoning-gym has no dataset {source.dataset!r}: see reasoning_gym.factory.DATASETS"
         )
@@ -94,7 +128,7 @@ def gym_dataset(source: SourceConfig, seed: int, part: int) -> Any:
     gym_seed = int.from_bytes(mixed, "big") % _SEED_SPACE
     size = source.size or DEFAULT_SIZE
     try:
-        return create_dataset(source.dataset, **source.params, seed=gym_seed, size=size)
+        return factory.create_dataset(source.dataset, **source.params, seed=gym_seed, size=size)
     except (AssertionError, TypeError, ValueError) as error:
         raise ConfigError(
             f"reasoning-gym's {source.dataset} refuses params {source.params} with size {size}: {error}"

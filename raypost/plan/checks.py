@@ -15,6 +15,7 @@ from pathlib import Path
 from raypost.checkpoint import CHECKPOINTS
 from raypost.config import Config, ModelConfig, TaskConfig, load_config
 from raypost.config.identity import changed_settings, differences, run_identity
+from raypost.data.gym import gym_factory
 from raypost.data.prompt import Prompt
 from raypost.data.task_source import check_source, evaluation_prompts
 from raypost.data.tokenizer import Tokenizer
@@ -236,14 +237,12 @@ def _unknown_gym_names(task: TaskConfig) -> list[str]:
     source = task.source
     if source.kind != "reasoning_gym":
         return []
-    # Imported here: it takes a second, which only those who name one of its datasets should pay.
-    from reasoning_gym.factory import DATASETS
-
-    if source.dataset not in DATASETS:
-        near = get_close_matches(source.dataset, DATASETS, n=3)
+    datasets = gym_factory().DATASETS
+    if source.dataset not in datasets:
+        near = get_close_matches(source.dataset, datasets, n=3)
         fix = f"did you mean {' or '.join(near)}?" if near else "its names are in its gallery"
         return [f"task {task.name!r}: reasoning-gym has no dataset {source.dataset!r}: {fix}"]
-    fields = dataclasses.fields(DATASETS[source.dataset][1])
+    fields = dataclasses.fields(datasets[source.dataset][1])
     known = [field.name for field in fields if field.name not in ("seed", "size")]
     unknown = [name for name in source.params if name not in known]
     if unknown:

@@ -6,6 +6,7 @@ import importlib
 import itertools
 import json
 import pickle
+import sys
 import tracemalloc
 from collections.abc import Callable
 from functools import partial
@@ -87,6 +88,13 @@ def test_an_index_outside_the_source_is_refused() -> None:
     source.sample(9)
     with pytest.raises(IndexError, match="index 10 of a source of 10"):
         source.sample(10)
+
+
+def test_a_dataset_whose_library_is_imported_when_it_is_used_makes_problems() -> None:
+    params = {"grid_size_x": 3, "grid_size_y": 3, "filled_cells": 2}
+    prompt = first(gym_task(dataset="game_of_life", params=params), seed=1)
+    board = json.loads(prompt.metadata["answer"])
+    assert [len(row) for row in board] == [3, 3, 3] and "matplotlib" in sys.modules
 
 
 def test_a_prompt_carries_the_answer_and_the_entry_its_scorer_needs() -> None:

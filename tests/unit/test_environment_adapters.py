@@ -14,6 +14,7 @@ from raypost.agent_loop.skyrl_environment import SkyRLEnvironment
 from raypost.agent_loop.textarena_environment import TextArenaEnvironment
 from raypost.agent_loop.user_simulator import UserSimulator
 from raypost.config import Config
+from raypost.data.gym import gym_factory
 from raypost.errors import ConfigError
 from raypost.plan.user_code import UserCode, trial
 from tests.factories import make_config
@@ -135,9 +136,7 @@ def test_an_environment_that_skyrl_gym_has_not_is_refused() -> None:
 
 
 def problem() -> dict[str, Any]:
-    import reasoning_gym
-
-    (entry,) = reasoning_gym.create_dataset("chain_sum", size=1, seed=1)
+    (entry,) = gym_factory().create_dataset("chain_sum", size=1, seed=1)
     return {"entry": entry, "question": entry["question"], "answer": entry["answer"]}
 
 
