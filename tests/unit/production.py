@@ -187,6 +187,7 @@ class Pool:
     async def _generate(self, state: RolloutState, length: int, fate: str) -> None:
         if state.status is Status.EXPIRED:
             state.reset()
+        clock = asyncio.get_running_loop().time
         while state.num_tokens < length:
             if self.mode == "keep" and self.paused.is_set():
                 await self.resumed.wait()
@@ -194,13 +195,19 @@ class Pool:
                 state.status, state.finish_reason = Status.ABORTED, "abort"
                 state.num_aborts += 1
                 return
+            version, began = self.version, clock()
+            missing = length - state.num_tokens
             try:
-                async with asyncio.timeout(1.0):
+                async with asyncio.timeout(missing):
                     await self.paused.wait()
             except TimeoutError:
-                assert self.version is not None
-                one = np.ones(1, np.int32)
-                state.append_segment(one, -one.astype(np.float32), one * self.version)
+                pass
+            finally:
+                # One timer for all of them; a token that is due within the clock's rounding is there.
+                made = min(int(clock() - began + 1e-6), missing)
+                assert version is not None
+                ones = np.ones(made, np.int32)
+                state.append_segment(ones, -ones.astype(np.float32), ones * version)
         failure = "scripted" if fate == "failed" else self.member(state)
         if failure is not None:
             state.status, state.error = Status.FAILED, failure
