@@ -9,8 +9,10 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterable, Mapping
-from fnmatch import fnmatchcase
+import re
+from collections.abc import Mapping
+from fnmatch import translate
+from functools import cache
 from typing import Any
 
 from raypost.config.run import Config
@@ -64,14 +66,17 @@ def flat(plain: Any, place: str = "") -> dict[str, Any]:
     return found
 
 
-def _without(config: Config, patterns: Iterable[str], but: Iterable[str] = ()) -> dict[str, Any]:
-    def left_out(place: str) -> bool:
-        return any(fnmatchcase(place, one) for one in patterns) and not any(
-            fnmatchcase(place, one) for one in but
-        )
+@cache
+def _any_of(patterns: tuple[str, ...]) -> re.Pattern[str]:
+    return re.compile("|".join(translate(one) for one in patterns) or "(?!)")
 
+
+def _without(config: Config, patterns: tuple[str, ...], but: tuple[str, ...] = ()) -> dict[str, Any]:
+    left_out, kept = _any_of(patterns), _any_of(but)
     return {
-        place: value for place, value in flat(config.model_dump(mode="json")).items() if not left_out(place)
+        place: value
+        for place, value in flat(config.model_dump(mode="json")).items()
+        if not left_out.match(place) or kept.match(place)
     }
 
 

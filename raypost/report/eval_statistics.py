@@ -15,7 +15,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from statistics import NormalDist, fmean
 
 import numpy as np
@@ -177,6 +177,7 @@ def _normal(confidence: float) -> float:
     return NormalDist().inv_cdf((1 + confidence) / 2)
 
 
+@cache
 def student_t(confidence: float, freedom: int) -> float:
     """Return the bound of the central part of Student's t with that probability.
 

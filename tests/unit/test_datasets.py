@@ -69,7 +69,8 @@ def test_the_same_seed_gives_the_same_prompts_and_another_seed_others() -> None:
 def test_no_held_out_question_is_ever_trained_on_though_all_two_digit_sums_are_seen() -> None:
     task = gym_task()
     held = {prompt.metadata["question"] for seed in (0, 1) for prompt in held_out(task, seed)}
-    trained = {built(task, seed).sample(i).metadata["question"] for seed in (0, 1) for i in range(2000)}
+    sources = [built(task, seed) for seed in (0, 1)]
+    trained = {source.sample(i).metadata["question"] for source in sources for i in range(2000)}
     assert len(trained) > 150 and len(held) >= 10
     assert not trained & held
     assert all(is_held_out(question) for question in held)

@@ -41,12 +41,13 @@ class Synthetic:
         self.sizes.append((0, self.workers))
         rng = random.Random(self.seed)
         buffered, training_s, coming, arrives = 0.0, 0.0, 0, -1
-        changed_s, grew, seen = None, False, list[tuple[bool, float]]()
+        changed_s, grew, waited, busy = None, False, list[bool](), list[float]()
+        window = 2 * int(self.limits.window_s)
         for now in range(until_s):
             if now == arrives:
                 self.workers, coming = self.workers + coming, 0
                 self.sizes.append((now, self.workers))
-                seen.clear()
+                waited, busy = [], []
             alive = sum(rng.random() >= self.failing for _ in range(self.workers))
             room = max(0.0, self.horizon - buffered)
             made = min(room, alive / self.batch_s(now))
@@ -56,11 +57,11 @@ class Synthetic:
             if training_s <= 0 and buffered >= 1:
                 buffered, training_s = buffered - 1, self.trainer_s(now)
             training_s -= 1
-            seen.append((waits, min(1.0, made / capacity) if capacity else 0.0))
-            seen = seen[-2 * int(self.limits.window_s) :]
+            waited = [*waited[1 - window :], waits]
+            busy = [*busy[1 - window :], min(1.0, made / capacity) if capacity else 0.0]
             stats = PoolStats(
-                workers=self.workers, coming=coming, measured_s=len(seen),
-                wait=sum(waits for waits, _ in seen) / len(seen), busy=sum(busy for _, busy in seen) / len(seen),
+                workers=self.workers, coming=coming, measured_s=len(busy),
+                wait=sum(waited) / len(waited), busy=sum(busy) / len(busy),
                 requests=64 * self.workers, slots=64, at_bound=0.0, start_s=self.start_s, changed_s=changed_s,
                 grew=grew,
             )  # fmt: skip
@@ -68,7 +69,7 @@ class Synthetic:
             decision = decide(stats, self.limits, now)
             if isinstance(decision, Resize):
                 changed_s, grew = float(now), decision.target > self.workers
-                seen.clear()
+                waited, busy = [], []
                 if grew:
                     coming, arrives = decision.target - self.workers, now + self.start_s
                 else:

@@ -61,15 +61,15 @@ def _waits(node: ast.AST) -> bool:
         return not isinstance(node.value, ast.Call) or _called(node.value) == "remote"
     if not isinstance(node, ast.Call):
         return False
-    of = ast.unparse(node.func)
     if any(keyword.arg in ("timeout", "timeout_s") for keyword in node.keywords):
         return False
     match _called(node):
         case "wait":
             # asyncio.wait(tasks), event.wait(), process.wait(): with a number they end by themselves.
-            return of == "asyncio.wait" or not node.args
+            return not node.args or ast.unparse(node.func) == "asyncio.wait"
         case "get":
             # In capitals it is a context variable.
+            of = ast.unparse(node.func)
             return of == "ray.get" or not (node.args or node.keywords or of.split(".")[0].isupper())
         case "join":
             return not node.args and not node.keywords
@@ -80,7 +80,7 @@ def _waits(node: ast.AST) -> bool:
         case "select":
             return len(node.args) < 4
         case "run":
-            return of == "subprocess.run"
+            return ast.unparse(node.func) == "subprocess.run"
         case "urlopen":
             return True
     return False
