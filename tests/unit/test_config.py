@@ -300,6 +300,7 @@ BOMB = "a0: &a0 [1, 1]\n" + "".join(f"a{n}: &a{n} [*a{n - 1}, *a{n - 1}]\n" for 
         ("a: &a [*a]", ["stands inside what it names"]),
         ("a: 2026-99-99", ["is no YAML", "month"]),
         ("a: {b: }}", ["is no YAML"]),
+        ("a: b\x00", ["is no YAML", "unacceptable character #x0000", "position 4"]),
     ],
 )
 def test_yaml_that_is_more_than_it_looks_is_refused(tmp_path: Path, text: str, parts: list[str]) -> None:
