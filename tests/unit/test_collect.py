@@ -168,14 +168,14 @@ def test_options_that_cannot_work_are_refused(options: dict[str, Any], error: st
 
 @pytest.mark.parametrize("environment", [Steps, PlainSteps])
 def test_a_plain_for_works_and_ends_its_threads(environment: Any) -> None:
-    before = threading.active_count()
+    before = set(threading.enumerate())
     batches = list(collect(quick(), environment, dialog_turns_per_batch=4, total_dialog_turns=10))
     assert sizes(batches) == [4, 4, 2]
     assert ended(before)
 
 
 def test_leaving_a_plain_for_closes_the_collector() -> None:
-    before = threading.active_count()
+    before = set(threading.enumerate())
     for batch in collect(quick(), dialog_turns_per_batch=2):
         assert len(batch) == 2
         break
@@ -204,12 +204,13 @@ def test_a_collector_of_an_event_loop_refuses_plain_iteration() -> None:
     virtual(main())
 
 
-def ended(before: int) -> bool:
-    """Whether all threads but those of before end at once."""
-    for thread in threading.enumerate():
+def ended(before: set[threading.Thread]) -> bool:
+    """Whether all threads but those of before end at once; other tests may have left some of theirs."""
+    new = set(threading.enumerate()) - before
+    for thread in new:
         if thread.name.startswith(("collector", "environment", "sink")):
             thread.join(timeout=120)
-    return threading.active_count() <= before
+    return not any(thread.is_alive() for thread in new)
 
 
 # ---------------------------------------------------------------- sinks
@@ -247,7 +248,7 @@ def test_a_full_queue_holds_production_until_somebody_takes_from_it() -> None:
 
 
 def test_start_fills_a_plain_queue_in_the_background() -> None:
-    before = threading.active_count()
+    before = set(threading.enumerate())
     full: queue.Queue[DialogTurn] = queue.Queue(maxsize=2)
     collector = collect(quick(), queue=full, total_dialog_turns=6)
     done = collector.start()
