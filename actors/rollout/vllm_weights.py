@@ -47,6 +47,7 @@ from actors.rollout.direct_load import DirectLoad
 from actors.rollout.packing import SHARE, Packing
 from actors.rollout.sent_tensors import SentTensors
 from actors.rollout.staging import StagedVersion, Staging
+from actors.rollout.versions import NOTHING, LoadedVersion, PreparedVersion
 from raypost.config import VerifyWeights
 from raypost.errors import WeightError
 from raypost.weights.delta import block_of
@@ -64,32 +65,6 @@ class PublishedVersion(WeightTransferUpdateInfo):  # type: ignore[misc]  # mypy 
 
     version: int
     digest: str
-
-
-@dataclass(frozen=True, slots=True)
-class LoadedVersion:
-    """The version that the model holds, and the content of each tensor that it was loaded from."""
-
-    version: int
-    digest: str
-    contents: dict[str, str]
-
-
-@dataclass(frozen=True, slots=True)
-class PreparedVersion:
-    """A version that is in stand-ins of the layers."""
-
-    manifest: Manifest
-    names: frozenset[str]
-    """Tensors that it has from the manifest: those that differ from what the model holds."""
-    stand_ins: dict[torch.nn.Module, torch.nn.Module]
-    sent: HeldWeights
-    """What was noted of it."""
-    read_back: ReadBack | None
-
-
-NOTHING = LoadedVersion(-1, "", {})
-"""What a model holds before its first load, or after one that failed."""
 
 
 class SharedMemoryTransfer(
@@ -188,7 +163,7 @@ class SharedMemoryTransfer(
 
     def _in_stand_ins(self, manifest: Manifest, buckets: list[Bytes]) -> PreparedVersion | None:
         """Return a version in stand-ins; None if vLLM must load it. Raises WeightError if they have something else."""
-        stale = _stale(manifest, self.held or NOTHING)
+        stale = (self.held or NOTHING).lacks(manifest)
         names = frozenset(entry.name for entry in stale)
         if not self._direct.can_load(names):
             return None
@@ -213,7 +188,7 @@ class SharedMemoryTransfer(
         self.held = None
         self.touched = True
         self._loading, self._installed = staged, prepared
-        self._loaded, self._is_taken_apart = _stale(manifest, held), False
+        self._loaded, self._is_taken_apart = held.lacks(manifest), False
         if prepared is not None:
             self._packing.note(prepared.sent, None)
             former = self._direct.install(prepared.stand_ins)
@@ -227,7 +202,7 @@ class SharedMemoryTransfer(
 
     def _is_to_install(self, prepared: PreparedVersion, manifest: Manifest) -> bool:
         """Return whether what was prepared is all of this version that the model lacks, read back if it is to be."""
-        stale = _stale(manifest, self.held or NOTHING)
+        stale = (self.held or NOTHING).lacks(manifest)
         is_checked = prepared.read_back is not None or not self._verifying
         return (
             prepared.manifest == manifest and is_checked and all(one.name in prepared.names for one in stale)
@@ -400,14 +375,6 @@ class WeightExtension(OwnedProcess):
         engine = self.weight_transfer_engine
         held = engine.held or NOTHING
         return held.version, held.digest, engine.touched
-
-
-def _stale(manifest: Manifest, held: LoadedVersion) -> list[TensorEntry]:
-    """Return each tensor whose content differs from what is held, together with all of its block."""
-    blocks = {
-        block_of(entry.name) for entry in manifest.tensors if held.contents.get(entry.name) != entry.content
-    }
-    return [entry for entry in manifest.tensors if block_of(entry.name) in blocks]
 
 
 if BACKEND not in WeightTransferEngineFactory._registry:
