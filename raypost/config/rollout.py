@@ -87,9 +87,9 @@ class RolloutConfig(EnginePoolConfig):
     kv_cache_gb: Annotated[float, Field(gt=0)] = 1
     """Size of an engine's key-value cache where `device` is cpu, GiB."""
     block_size: Annotated[int, Field(ge=1)] | None = None
-    """Tokens of a block of the engines' key-value cache, as vLLM's. Siblings share their prompt by whole blocks, and
-    compute the rest of it once each. null: the engine's own, but on CPU, whose 128 a prompt seldom fills, 32 where a
-    task has `max_prompt_tokens` above that."""
+    """Tokens of a block of the engines' key-value cache, as vLLM's. Siblings share their prompt, and turns what came
+    before them, by whole blocks; the rest is computed once each. null: the engine's own, but on CPU, whose 128 a prompt
+    seldom fills, 32 where a task has `max_prompt_tokens` above that, or turns."""
     max_num_batched_tokens: Annotated[int, Field(ge=1)] | None = None
     """Most tokens that an engine computes in one step, as vLLM's; a longer prompt takes several. A sync waits for the
     step under way: less makes syncs shorter, for a large model on few cores. null: the engine's own, in thousands."""

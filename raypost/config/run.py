@@ -239,7 +239,7 @@ class Config(ConfigModel):
         """Tokens of a block of the engines' key-value cache; None: the engine's own."""
         own = self.rollout.block_size
         if own is None and self.device == "cpu":
-            return CPU_BLOCK if any(task.max_prompt_tokens > CPU_BLOCK for task in self.tasks) else None
+            return CPU_BLOCK if any(one.shared_tokens > CPU_BLOCK for one in self.tasks) else None
         return own
 
     @model_validator(mode="before")

@@ -214,6 +214,13 @@ class TaskConfig(ConfigModel):
         return self
 
     @property
+    def shared_tokens(self) -> int:
+        """Longest beginning that two requests can have in common, tokens: a prompt, or the turns before."""
+        if self.agent_loop.kind == "single_turn":
+            return self.max_prompt_tokens
+        return self.max_prompt_tokens + self.max_tokens
+
+    @property
     def compares_answers(self) -> bool:
         """Whether the judge compares a response with the data's answer."""
         asked = self.agent_loop.kind != "environment"

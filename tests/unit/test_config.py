@@ -202,11 +202,16 @@ def test_requests_freeze_only_where_they_can_stay_and_go_on(places: dict[str, An
     assert {gentle.pause_mode(step, saving=stop) for step in range(7) for stop in (True, False)} == {"wait"}
 
 
+TURNS = {"kind": "environment", "environment": "module:function"}
+
+
 @pytest.mark.parametrize(
     ("options", "size"),
     [
         ({"tasks__0__max_prompt_tokens": 32}, None),
         ({"tasks__0__max_prompt_tokens": 33}, 32),
+        ({"tasks__0__max_prompt_tokens": 8, "tasks__0__agent_loop": TURNS}, 32),
+        ({"tasks__0__max_prompt_tokens": 8, "tasks__0__max_tokens": 16, "tasks__0__agent_loop": TURNS}, None),
         ({"tasks__0__max_prompt_tokens": 33, "rollout__block_size": 128}, 128),
         ({"tasks__0__max_prompt_tokens": 33, "device": "cuda"}, None),
         ({"rollout__block_size": 16, "device": "cuda"}, 16),
@@ -217,7 +222,12 @@ def test_blocks_are_small_where_siblings_on_cpu_can_share_one(
 ) -> None:
     config = make_config(**options)
     assert config.block_size == size == EngineConfig.of(config).block_size
-    assert f"block_size {size or 'the engine'}" in dict(check(config).batch)["prompts of a group"]
+
+
+@pytest.mark.parametrize(("size", "shown"), [(None, "the engine's own (vLLM: 128)"), (64, "64")])
+def test_the_plan_says_by_what_siblings_share_their_prompt(size: int | None, shown: str) -> None:
+    config = make_config(tasks__0__max_prompt_tokens=32, rollout__block_size=size)
+    assert dict(check(config).batch)["prompts of a group"].endswith(f"block_size {shown}")
 
 
 def test_evaluation_is_never_due_without_prompts() -> None:
