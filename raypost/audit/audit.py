@@ -103,7 +103,7 @@ def audit(run_dir: Path) -> Audit:
 
 def _config(run_dir: Path, findings: Findings) -> dict[str, Any]:
     try:
-        return dict(yaml.load((run_dir / CONFIG).read_text(), yaml.CSafeLoader))
+        return dict(yaml.safe_load((run_dir / CONFIG).read_text()))
     except (OSError, ValueError, TypeError, yaml.YAMLError) as error:
         findings.add(Check.FILES, f"{run_dir / CONFIG} cannot be read: {error}")
         return {}

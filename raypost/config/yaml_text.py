@@ -2,14 +2,9 @@
 
 from __future__ import annotations
 
-from contextlib import suppress
 from typing import Any
 
 import yaml
-from yaml._yaml import CParser
-from yaml.composer import Composer
-from yaml.constructor import SafeConstructor
-from yaml.resolver import Resolver
 
 from raypost.errors import ConfigError
 
@@ -32,10 +27,12 @@ def parse_yaml(text: str, origin: str) -> Any:
             f"{origin} has {len(text)} characters, at most {MAX_CHARACTERS} are read: shorten it"
         )
     try:
-        # libyaml takes a fifth of the time; what it does not read is read again, for PyYAML's words show the line.
-        with suppress(yaml.YAMLError, ValueError):
-            return _data(_FastLoader(text))
-        return _data(_Loader(text))
+        # A control character is refused here already.
+        loader = _Loader(text)
+        try:
+            return loader.get_single_data()
+        finally:
+            loader.dispose()
     except _RefusedError as error:
         raise ConfigError(f"{origin} {error}") from None
     # PyYAML raises ValueError for dates and numbers that are none.
@@ -43,37 +40,24 @@ def parse_yaml(text: str, origin: str) -> Any:
         raise ConfigError(f"{origin} is no YAML: {error}") from error
 
 
-def _data(loader: _Loader | _FastLoader) -> Any:
-    try:
-        return loader.get_single_data()
-    finally:
-        loader.dispose()
-
-
 class _RefusedError(Exception):
     """What a text has too much of."""
 
 
-class _Bounded(Composer, SafeConstructor, Resolver):
-    """Composes nodes of what a parser beside it reads, with an eye on their number."""
-
-    _depth = 0
-
-    def __init__(self) -> None:
-        Composer.__init__(self)
-        SafeConstructor.__init__(self)
-        Resolver.__init__(self)
+class _Loader(yaml.SafeLoader):
+    def __init__(self, text: str) -> None:
+        super().__init__(text)
+        self._depth = 0
         self._sizes: dict[int, int] = {}
 
     def compose_node(self, parent: Any, index: Any) -> Any:
-        parser: Any = self
-        line: int = parser.peek_event().start_mark.line + 1
+        line: int = self.peek_event().start_mark.line + 1  # type: ignore[no-untyped-call]
         self._depth += 1
         if self._depth > MAX_DEPTH:
             raise _RefusedError(
                 f"nests deeper than {MAX_DEPTH} levels at line {line}: no configuration does, so take some out"
             )
-        alias: bool = parser.check_event(yaml.AliasEvent)
+        alias: bool = self.check_event(yaml.AliasEvent)
         node: Any = super().compose_node(parent, index)
         self._depth -= 1
         if alias and id(node) not in self._sizes:
@@ -88,18 +72,6 @@ class _Bounded(Composer, SafeConstructor, Resolver):
                 "less"
             )
         return node
-
-
-class _Loader(_Bounded, yaml.SafeLoader):
-    def __init__(self, text: str) -> None:
-        yaml.SafeLoader.__init__(self, text)
-        _Bounded.__init__(self)
-
-
-class _FastLoader(_Bounded, CParser):
-    def __init__(self, text: str) -> None:
-        CParser.__init__(self, text)
-        _Bounded.__init__(self)
 
 
 def _children(node: yaml.Node) -> list[yaml.Node]:

@@ -102,7 +102,7 @@ def load_record(run_dir: Path) -> RunRecord:
     if not config_file.exists():
         raise FileNotFoundError(f"{run_dir} holds no run: it has no {files.CONFIG}")
     with files.reading(config_file):
-        record = RunRecord(config=dict(yaml.load(config_file.read_text(), yaml.CSafeLoader)))
+        record = RunRecord(config=dict(yaml.safe_load(config_file.read_text())))
     with files.reading(run_dir / files.METRICS):
         times = _read_steps(run_dir, record)
     with files.reading(run_dir / files.SPANS):
