@@ -60,6 +60,10 @@ class RolloutEngine(VllmEngine):
         """Which loads are read back."""
         self.recompute_kv_cache = config.recompute_kv_cache
         """Whether a load drops the keys and values of frozen requests."""
+        self._open: set[str] = set()
+        """Requests that were asked for and not answered."""
+        self._anew: set[str] = set()
+        """Those of them that were given up in the engine, to begin again."""
         self._loads = 0
         """Names what weights made keys and values."""
         self._staged: Manifest | None = None
@@ -131,9 +135,33 @@ class RolloutEngine(VllmEngine):
     async def _run(
         self, token_ids: IntArray, params: SamplingParams, request_id: str, priority: int = 0
     ) -> RequestOutput:
-        # Requests share keys and values of the same weights only, also where a load leaves older ones in the cache.
-        prompt = tokens_input(token_ids.tolist(), cache_salt=str(self._loads))
-        return await last_of(self.llm.generate(prompt, params, request_id, priority=priority))
+        self._open.add(request_id)
+        try:
+            while True:
+                # Requests share keys and values of the same weights only, also where a load leaves older ones in the
+                # cache.
+                prompt = tokens_input(token_ids.tolist(), cache_salt=str(self._loads))
+                final = await last_of(self.llm.generate(prompt, params, request_id, priority=priority))
+                if request_id not in self._anew:
+                    return final
+                self._anew.discard(request_id)
+        finally:
+            self._open.discard(request_id)
+            self._anew.discard(request_id)
+
+    async def _begin_anew(self) -> None:
+        """Have requests without a token begin again: what is computed of their prompt, older weights made.
+
+        Their tokens would carry the new version alone.
+        """
+        states = self.llm.output_processor.request_states
+        early = {
+            name: one.external_req_id
+            for name, one in states.items()
+            if one.external_req_id in self._open and not one.detokenizer.num_output_tokens()
+        }
+        self._anew.update(early.values())
+        await self.llm.abort(list(early), internal=True)
 
     async def pause(self, mode: Literal["abort", "keep"], clear_cache: bool = True) -> None:
         """Abort the requests in the engine, or freeze them; then drop all cached keys and values. Later ones queue.
@@ -227,8 +255,9 @@ class RolloutEngine(VllmEngine):
         None: it was not asked for. With it comes what the engine then says it holds. Raises what vLLM raises, the cause
         in the text.
 
-        With `recompute_kv_cache` frozen requests lose their keys and values, which the old weights made: vLLM preempts
-        them, and when they go on, it first runs prompt and response so far through the new weights.
+        Frozen requests that have no token yet begin again. The others keep the keys and values that older weights made;
+        with `recompute_kv_cache` they lose them: vLLM preempts these requests, and when they go on, it first runs
+        prompt and response so far through the new weights.
         """
         self._staged = self._held = None
         done: list[Any] = await asyncio.gather(
@@ -243,6 +272,8 @@ class RolloutEngine(VllmEngine):
             await self.llm.update_weight_version(str(self._version))
             raise failed[0]
         self._held, self._version, self._loads = manifest, manifest.version, self._loads + 1
+        if not self.recompute_kv_cache:
+            await self._begin_anew()
         read = [ReadBack(*one) for one, _ in done[0] if one is not None]
         return ReadBack.of_ranks(read) if read else None, _agreed(says for _, says in done[0])
 

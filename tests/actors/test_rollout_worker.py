@@ -621,6 +621,29 @@ async def test_engine_that_holds_something_else_than_was_sent_serves_nothing_unt
 
 
 @one_engine
+async def test_a_request_that_has_no_token_at_a_load_shares_nothing_of_older_weights(bench: Bench) -> None:
+    await bench.sync()
+    engine: Any = bench.worker._life.engine
+    prompt = np.resize(PROMPT, 70)
+    requests = [request(f"sibling {n}", 100, ids=prompt) for n in range(CONFIG.rollout.max_num_seqs + 6)]
+    engine.recompute_kv_cache = False
+    try:
+        calls = [asyncio.create_task(bench.worker.generate(one)) for one in requests]
+        await bench.progress(8)
+        before = bench.version
+        await bench.swap()
+        found = await asyncio.wait_for(asyncio.gather(*calls), 120)
+    finally:
+        engine.recompute_kv_cache = True
+    late = [one for one in found if set(one.policy_versions) == {before + 1}]
+    assert {len(one.response_ids) for one in found} == {100} and len(late) >= 6
+    for one in late:
+        ids = np.concatenate([prompt, one.response_ids])
+        expected = expected_logprobs(bench.history[before + 1], ids)[len(prompt) - 1 :]
+        assert np.abs(expected - one.logprobs).max() < TOLERANCE
+
+
+@one_engine
 async def test_engine_is_started_as_it_was_configured(bench: Bench) -> None:
     started = bench.llm.vllm_config
     assert started.cache_config.block_size == CONFIG.block_size == 32
