@@ -60,10 +60,8 @@ class RolloutEngine(VllmEngine):
         """Which loads are read back."""
         self.recompute_kv_cache = config.recompute_kv_cache
         """Whether a load drops the keys and values of frozen requests."""
-        self._open: set[str] = set()
-        """Requests that were asked for and not answered."""
         self._anew: set[str] = set()
-        """Those of them that were given up in the engine, to begin again."""
+        """Requests that were given up in the engine, to begin again."""
         self._loads = 0
         """Names what weights made keys and values."""
         self._staged: Manifest | None = None
@@ -135,7 +133,6 @@ class RolloutEngine(VllmEngine):
     async def _run(
         self, token_ids: IntArray, params: SamplingParams, request_id: str, priority: int = 0
     ) -> RequestOutput:
-        self._open.add(request_id)
         try:
             while True:
                 # Requests share keys and values of the same weights only, also where a load leaves older ones in the
@@ -146,7 +143,6 @@ class RolloutEngine(VllmEngine):
                     return final
                 self._anew.discard(request_id)
         finally:
-            self._open.discard(request_id)
             self._anew.discard(request_id)
 
     async def _begin_anew(self) -> None:
@@ -158,7 +154,7 @@ class RolloutEngine(VllmEngine):
         early = {
             name: one.external_req_id
             for name, one in states.items()
-            if one.external_req_id in self._open and not one.detokenizer.num_output_tokens()
+            if not one.detokenizer.num_output_tokens()
         }
         self._anew.update(early.values())
         await self.llm.abort(list(early), internal=True)

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from raypost.config.resources import EnginePoolConfig
-from raypost.config.rollout import RolloutConfig
+from raypost.config.rollout import CPU_BLOCK, RolloutConfig
 from raypost.config.run import Config
 from raypost.config.sync import VerifyWeights
 
@@ -46,7 +46,7 @@ class EngineConfig:
             sleep_mode=pool is None and config.placement == "colocate" and config.device == "cuda",
             rollout=config.rollout if pool is None else config.rollout.of_pool(pool),
             verify=config.sync.verify,
-            block_size=config.block_size,
+            block_size=_block_size(config),
             recompute_kv_cache=config.sync.recompute_kv_cache,
         )
 
@@ -59,3 +59,10 @@ class EngineConfig:
             # With this alone a single rank runs inside the engine's process: half the start, one process less.
             fixed["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0" if self.rollout.tensor_parallel_size == 1 else "1"
         return fixed
+
+
+def _block_size(config: Config) -> int | None:
+    own = config.rollout.block_size
+    if own is None and config.device == "cpu" and any(one.shared_tokens > CPU_BLOCK for one in config.tasks):
+        return CPU_BLOCK
+    return own

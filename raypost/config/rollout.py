@@ -59,6 +59,10 @@ class RolloutPoolConfig(PoolConfig):
         return self
 
 
+CPU_BLOCK = 32
+"""Tokens of the smallest block of keys and values that vLLM's kernels for CPU take."""
+
+
 class RolloutConfig(EnginePoolConfig):
     """The rollout pool and its engines."""
 

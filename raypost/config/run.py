@@ -16,7 +16,7 @@ from raypost.config.evaluation import EvalConfig
 from raypost.config.judges import POLICY, JudgeConfig
 from raypost.config.models import ModelConfig, RewardModelConfig
 from raypost.config.resources import ConfigModel
-from raypost.config.rollout import RolloutConfig
+from raypost.config.rollout import CPU_BLOCK, RolloutConfig
 from raypost.config.sync import SyncConfig
 from raypost.config.tasks import TaskConfig
 from raypost.config.trackers import TrackerKind
@@ -77,10 +77,6 @@ class FaultsConfig(ConfigModel):
     does."""
     window_s: Annotated[float, Field(gt=0)] = 600
     """Time in which the failures of a role are counted, seconds."""
-
-
-CPU_BLOCK = 32
-"""Tokens of the smallest block of keys and values that vLLM's kernels for CPU take."""
 
 
 class Config(ConfigModel):
@@ -233,14 +229,6 @@ class Config(ConfigModel):
         if source is None or self.eval.task not in (None, task.name):
             return None
         return task.model_copy(update={"source": source.model_copy(update={"hold_out": False})})
-
-    @property
-    def block_size(self) -> int | None:
-        """Tokens of a block of the engines' key-value cache; None: the engine's own."""
-        own = self.rollout.block_size
-        if own is None and self.device == "cpu":
-            return CPU_BLOCK if any(one.shared_tokens > CPU_BLOCK for one in self.tasks) else None
-        return own
 
     @model_validator(mode="before")
     @classmethod

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from raypost.config import Config, RolloutConfig, TaskConfig
+from raypost.config.engine import EngineConfig
 from raypost.config.identity import run_digest
 from raypost.config.judges import UNSANDBOXED
 from raypost.config.trackers import tracker_problems
@@ -209,7 +210,7 @@ def _batch(config: Config) -> dict[str, str]:
 
 def _shared_prompts(config: Config) -> str:
     """Say what siblings share of their prompt."""
-    size = config.block_size
+    size = EngineConfig.of(config).block_size
     whose = "the engine's own" if size is None else str(size)
     own = f"{whose}{' (vLLM: 128)' if size is None and config.device == 'cpu' else ''}"
     return f"shared by whole blocks of the key-value cache, block_size {own}"
