@@ -27,6 +27,8 @@ INSTALLED := $(VENV)/installed.lock
 COMMAND := $(BIN)/raypost
 # State machines run hundreds of short histories: measuring them nearly triples their time.
 STATEFUL := tests/unit/test_producer_invariants.py $(wildcard tests/unit/test_*_stateful.py)
+# Property tests: `make test-all` has them try ten times as many histories.
+HISTORIES = $(shell grep -l max_examples=examples tests/unit/*.py)
 PARALLEL := -n auto --maxprocesses 4 --dist worksteal
 # Those that start processes mostly wait for them. A file stays together: its tests share engines and runs.
 PAIRED := -n 2 --dist loadfile --no-loadscope-reorder
@@ -46,6 +48,7 @@ test: install  ## unit tests, actor tests, end-to-end tests
 	$(BIN)/python -m pytest $(PYTEST_ARGS) $(PAIRED) tests/actors tests/jobs
 
 test-all: test  ## those, and the slow ones
+	RAYPOST_THOROUGH=10 $(BIN)/python -m pytest $(PYTEST_ARGS) $(PARALLEL) $(HISTORIES)
 	$(BIN)/python -m pytest $(PYTEST_ARGS) -m slow tests/unit tests/actors tests/jobs tests/chaos
 
 chaos: install  ## kill a scripted run 200 times and audit what it leaves: ten minutes

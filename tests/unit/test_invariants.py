@@ -19,6 +19,7 @@ from raypost.errors import JudgeError
 from raypost.judges.rules import RuleJudge
 from raypost.types import GenerateRequest, GenerateResult, Group, RolloutState, Status
 from raypost.types.packed import pack_groups, unpack_groups
+from tests.thorough import examples
 from tests.unit.production import Pool, World, fate, producing, take_after_sync, task_config, virtual
 from tests.unit.prompts import STOP
 from tests.unit.scripted_generator import Scorer, decode, init, result
@@ -28,7 +29,7 @@ from tests.unit.scripted_generator import Scorer, decode, init, result
 segments = st.lists(st.tuples(st.integers(0, 6), st.sampled_from(["w0", "w1", "w2"])), max_size=8)
 
 
-@settings(deadline=None, max_examples=200)
+@settings(deadline=None, max_examples=examples(100))
 @given(segments, st.integers(1, 20), st.booleans())
 def test_a_trajectory_is_aligned_and_continued_token_by_token_however_often_it_moves(
     parts: list[tuple[int, str]], max_tokens: int, travels: bool
@@ -280,7 +281,7 @@ async def drive(driver: Driver, actions: list[tuple[str, float]], num_steps: int
 
 
 @pytest.mark.no_cover  # other tests reach the same lines in a tenth of the time
-@settings(deadline=None, max_examples=40)
+@settings(deadline=None, max_examples=examples(20))
 @given(
     seed=st.integers(0, 50),
     haste=st.integers(1, 9),

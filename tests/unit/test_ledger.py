@@ -21,6 +21,7 @@ from raypost.ledger.events import NOTES, LedgerEvent
 from raypost.ledger.ledger import MAX_WHY, Ledger, group_facts
 from raypost.ledger.ordinals import OrdinalSet
 from raypost.types import NO_VERSION, Status
+from tests.thorough import examples
 from tests.unit.production import group
 
 
@@ -394,5 +395,5 @@ class LedgerMachine(RuleBasedStateMachine):
         assert {step: tasks.total() for step, tasks in self.ledger.open_leases().items()} == leased
 
 
-LedgerMachine.TestCase.settings = settings(max_examples=100, stateful_step_count=40, deadline=None)
+LedgerMachine.TestCase.settings = settings(max_examples=examples(50), stateful_step_count=40, deadline=None)
 test_no_sequence_of_moves_breaks_the_ledger = LedgerMachine.TestCase

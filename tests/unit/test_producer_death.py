@@ -26,6 +26,7 @@ from raypost.ledger.summary import ledger_summary
 from raypost.production.producer import Producer
 from raypost.types import GroupKey, Status
 from raypost.types.packed import PackedGroups, unpack_groups
+from tests.thorough import examples
 from tests.unit.production import Mortal, Pool, World, fate, task_config, train_step, virtual
 
 Call = Callable[[Producer[PackedGroups]], Coroutine[Any, Any, Any]]
@@ -107,7 +108,7 @@ class Lives:
         return batches
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=examples(20), deadline=None)
 @given(
     fuses=st.lists(st.tuples(st.integers(0, 40), st.booleans()), min_size=1, max_size=6),
     uniform=st.sets(st.integers(0, 12), max_size=4),
@@ -152,7 +153,7 @@ class Cuts:
         lives.mortal.kill()
 
 
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=examples(10), deadline=None)
 @given(
     cuts=st.dictionaries(st.integers(1, 6), st.floats(0, 1), min_size=1, max_size=3),
     take=st.booleans(),

@@ -31,6 +31,7 @@ from raypost.production.producer import Producer
 from raypost.types import BufferBounds, Group, GroupKey, Status, TakeStatus
 from raypost.types.packed import PackedGroups, unpack_groups
 from raypost.types.pause import PauseMode
+from tests.thorough import examples
 from tests.unit.production import Mortal, Pool, VirtualClockLoop, World, task_config, virtual
 
 Call = Callable[[Producer[PackedGroups]], Coroutine[Any, Any, Any]]
@@ -427,7 +428,7 @@ class ProducerMachine(RuleBasedStateMachine):
 
 
 TestProduction = pytest.mark.timeout(300)(ProducerMachine.TestCase)
-TestProduction.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+TestProduction.settings = settings(max_examples=examples(30), stateful_step_count=40, deadline=None)
 
 
 # ---------------------------------------------------------------- nothing is made in vain
@@ -462,7 +463,7 @@ def strategies_of_a_task(draw: st.DrawFn) -> dict[str, Any]:
     longest_s=6,
     seed=1,
 )
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(30), deadline=None)
 @given(
     tasks=st.lists(strategies_of_a_task(), min_size=1, max_size=2),
     interval=st.integers(1, 3),

@@ -22,6 +22,7 @@ from raypost.buffer.replay_buffer import ReplayBuffer
 from raypost.types import BufferBounds, Group, GroupKey, Status, TaskLimits, group_status
 from raypost.types.packed import pack_groups, unpack_groups
 from raypost.types.staleness import oldest_version, staleness_of
+from tests.thorough import examples
 from tests.unit.buffer_groups import group, now
 
 TASKS = ("default", "other")
@@ -443,5 +444,5 @@ def _first_record(written: bytes) -> bytes:
 
 TestBuffer = BufferMachine.TestCase
 TestBuffer.settings = settings(
-    max_examples=100, stateful_step_count=25, deadline=None, suppress_health_check=list(HealthCheck)
+    max_examples=examples(50), stateful_step_count=25, deadline=None, suppress_health_check=list(HealthCheck)
 )

@@ -16,6 +16,7 @@ from raypost.data.prompt import Prompt
 from raypost.data.sampler import Sampler
 from raypost.data.task_source import build_source
 from raypost.types import Group, IntArray
+from tests.thorough import examples
 from tests.unit.prompts import STOP, Numbers, NumberStream, task_config
 
 
@@ -144,5 +145,5 @@ class Interrupted(RuleBasedStateMachine):
         assert self.sampler.state_dict()["position"] == self.position
 
 
-Interrupted.TestCase.settings = settings(max_examples=300, stateful_step_count=30, deadline=None)
+Interrupted.TestCase.settings = settings(max_examples=examples(120), stateful_step_count=30, deadline=None)
 test_save_and_resume_at_any_point_continue_the_same_sequence = Interrupted.TestCase

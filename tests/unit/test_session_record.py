@@ -14,6 +14,7 @@ from raypost.chat.messages import Message, Tool, read_messages
 from raypost.chat.record import Prepared, RecordedTurn, SessionRecord, message_of
 from raypost.chat.renderer import TemplateRenderer
 from raypost.types import GenerateResult, IntArray
+from tests.thorough import examples
 from tests.unit.chat_templates import TEMPLATES, bpe, metaspace
 from tests.unit.random_sessions import drifted, state_of
 from tests.unit.scripted_generator import result
@@ -26,7 +27,7 @@ TOKENIZERS = {"bpe": bpe, "metaspace": metaspace}
 @given(
     st.integers(0, 2**32), st.sampled_from([*TEMPLATES]), st.sampled_from([*TOKENIZERS]), st.integers(1, 64)
 )
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(30), deadline=None)
 def test_no_session_whatever_it_does_trains_a_token_behind_ids_that_the_engine_was_not_sent(
     seed: int, template: str, tokenizer: str, length: int
 ) -> None:
