@@ -49,7 +49,8 @@ test: install  ## unit tests, actor tests, end-to-end tests
 
 test-all: test  ## those, and the slow ones
 	RAYPOST_THOROUGH=10 $(BIN)/python -m pytest $(PYTEST_ARGS) $(PARALLEL) $(HISTORIES)
-	$(BIN)/python -m pytest $(PYTEST_ARGS) -m slow tests/unit tests/actors tests/jobs tests/chaos
+	$(BIN)/python -m pytest $(PYTEST_ARGS) -m slow tests/unit tests/actors tests/jobs
+	$(BIN)/python -m pytest $(PYTEST_ARGS) -m slow tests/chaos
 
 chaos: install  ## kill a scripted run 200 times and audit what it leaves: ten minutes
 	$(BIN)/python -m pytest -s $(PYTEST_ARGS) -m slow tests/chaos/test_chaos.py
