@@ -25,6 +25,16 @@ SYNC = SyncReport(
 )  # fmt: skip
 
 
+class RaisedOnARank(BatchMemoryError):
+    """What Ray raises here of an error that an actor raised: it is one of that class, with a text of its own."""
+
+    def __init__(self, cause: BatchMemoryError) -> None:
+        super().__init__(
+            f"ray::TrainerWorker.once() (pid=1)\n{'  File in which it went wrong' * 100}\n{cause}"
+        )
+        self.cause = cause
+
+
 class Record:
     """A telemetry that remembers incidents."""
 
@@ -103,7 +113,7 @@ class Gang:
         async def call() -> dict[str, float]:
             await self._call("fit")
             if self.micro_batch_tokens > self.memory:
-                raise BatchMemoryError("out of memory: lower train.micro_batch_tokens")
+                raise RaisedOnARank(BatchMemoryError("out of memory: lower train.micro_batch_tokens"))
             if step != self.step:
                 assert step == self.step + 1, "a step is trained after the one before it"
                 self.weights, self.step = (*self.weights, batch), step
@@ -354,12 +364,9 @@ def test_micro_batches_beyond_memory_are_halved_until_they_fit(tmp_path: Path) -
     asyncio.run(run())
     assert world.gang.weights == ("1", "2")
     assert world.record.counts() == {"micro_batches_halved": 2, "batches_trained_again": 1}
-    sizes = [
-        (fields["before"], fields["after"])
-        for incident, fields in world.record.incidents
-        if incident == "micro_batches_halved"
-    ]
-    assert sizes == [(512, 256), (256, 128)]
+    halved = [fields for incident, fields in world.record.incidents if incident == "micro_batches_halved"]
+    assert [(fields["before"], fields["after"]) for fields in halved] == [(512, 256), (256, 128)]
+    assert {fields["cause"] for fields in halved} == {"out of memory: lower train.micro_batch_tokens"}
 
 
 def test_one_trajectory_beyond_memory_ends_the_run_with_the_advice(tmp_path: Path) -> None:
