@@ -13,9 +13,10 @@ where nothing but a sync is due: keep, load and resume in one call.
 
 Its last line is one JSON object. For each mode, median, least and greatest: milliseconds of each part of a step
 (publish and transport lie within prepare, load within broadcast or swap, read back within load, first token within
-stall; the canary comes beside it), and groups a second; how often a group was sent to an agent loop; staleness and
-mismatch of what was trained, and groups that grew too old. For the whole run: how long engines and ranks had nothing to
-do, and how many cores others took of the machine.
+stall; the canary comes beside it; still: of a swap, from an engine's word that it paused to its word that it goes on),
+and groups a second; how often a group was sent to an agent loop; staleness and mismatch of what was trained, and groups
+that grew too old. For the whole run: how long engines and ranks had nothing to do, and how many cores others took of
+the machine.
 """
 
 from __future__ import annotations
@@ -140,6 +141,8 @@ async def sync(roles: Roles, router: Router, version: int, step: Step) -> None:
         "read back": report.verify_s,
         "canary": report.canary_s,
     }
+    if step.mode == "swap":
+        within["still"] = report.load_s + report.resume_s
     step.parts |= {name: 1e3 * seconds for name, seconds in within.items()}
     step.parts |= {"first token": 1e3 * (token - resumed), "stall": 1e3 * (token - begin)}
 
