@@ -20,7 +20,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
 
 JUDGE = r"""tasks.0.judge={kind: composed, parts: {
     right: {kind: reasoning_gym, answer_pattern: '(-?\d+)\s*$', weight: 1.0},
-    says: {kind: generative, reward_model: policy, context_tokens: 128, verdict_tokens: 24, weight: 0.0,
+    says: {kind: generative, reward_model: policy, context_tokens: 128, verdict_tokens: 60, weight: 0.0,
            template: '{response}{prompt}', answer_pattern: '(-?\d+)\s*$'}}}"""
 """The model can read nothing but sums: what it says last is an answer of its own."""
 
@@ -29,7 +29,8 @@ def test_a_run_that_was_interrupted_is_resumed_with_its_tracker_and_the_policy_j
     tracked = ["tensorboard", *(["wandb"] if importlib.util.find_spec("wandb") else [])]
     command = [sys.executable, "-m", "raypost", "run", "--config", "jobs/recipes/quickstart.yaml"]
     command += ["--runs-dir", str(tmp_path), *SMALL, JUDGE, f"trackers=[{','.join(tracked)}]"]
-    command += ["train.num_steps=60"]
+    # Warmed up long enough to end most answers with a number.
+    command += ["train.num_steps=60", "model.options.steps=300"]
     environment = os.environ | {"WANDB_MODE": "offline", "PYTHONUNBUFFERED": "1"}
     with (tmp_path / "first.log").open("w") as log:
         first = subprocess.Popen(command, cwd=ROOT, env=environment, stdout=log, stderr=subprocess.STDOUT)
@@ -48,8 +49,9 @@ def test_a_run_that_was_interrupted_is_resumed_with_its_tracker_and_the_policy_j
     assert [path for path in tmp_path.iterdir() if path.is_dir()] == [run_dir], "the same run, not another"
     report = json.loads((run_dir / files.REPORT_JSON).read_text())
     assert (report["status"], report["steps"]) == ("finished", 60)
-    # Few of the verdicts of so small a model are no number, which is a failure and no score.
-    assert all("the judge gave no score for" in problem for problem in report["problems"])
+    # Many of the verdicts of so small a model are no number, which is a failure and no score.
+    failures = "the judge gave no score for", "had responses that failed"
+    assert all(any(one in problem for one in failures) for problem in report["problems"])
     assert_adds_up(report)
     judged = report["judges"]["sums"]
     assert set(judged["parts"]) == {"right", "says"}
