@@ -48,6 +48,11 @@ ASKED = 5
 """How often a process is asked before it is taken for gone."""
 
 
+def raised(error: BaseException) -> BaseException:
+    """Return what an actor raised: the text of Ray's error of it begins with the places in its code."""
+    return getattr(error, "cause", None) or error
+
+
 async def within(awaitable: Awaitable[T], timeout_s: float | None, waiting_for: str) -> T:
     """Await with a deadline, None: without; meanwhile it is an open wait of this process (raypost.observe.waits).
 

@@ -18,6 +18,7 @@ from ray._private.state import state
 from ray.core.generated import gcs_pb2
 from ray.exceptions import RayActorError
 
+from actors.remote import raised
 from raypost.errors import RankLostError, RoleLostError
 from raypost.faults import Failure
 
@@ -77,7 +78,7 @@ class Census:
 
         Any other is returned as it is.
         """
-        cause = getattr(error, "cause", None) or error
+        cause = raised(error)
         if isinstance(cause, RankLostError):
             name: str | None = str(cause).partition(" ")[0]
         elif isinstance(cause, RayActorError):

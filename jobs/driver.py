@@ -20,6 +20,7 @@ from typing import Any
 import ray
 from ray.exceptions import RayError
 
+from actors.remote import raised
 from jobs.arguments import config_of, parser, python_path
 from jobs.nodes import live_cluster
 from jobs.stopping import outlive_terminal, stop_signals
@@ -169,7 +170,7 @@ async def _until_it_ends(work: Awaitable[None], stop: asyncio.Event, stopping: s
     except StoppedError as error:
         print(error, flush=True)
     except (RaypostError, RayError, OSError) as error:
-        cause = getattr(error, "cause", None) or error  # what an actor raised, without its remote traceback
+        cause = raised(error)
         try:
             kept.parent.mkdir(parents=True, exist_ok=True)
             kept.write_text("".join(traceback.format_exception(error)))

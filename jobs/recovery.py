@@ -18,6 +18,7 @@ from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
 
+from actors.remote import raised
 from actors.training.group import Guard, TrainerGroup
 from jobs.census import Census
 from raypost.checkpoint import CheckpointDir
@@ -212,7 +213,7 @@ class GangRecovery:
             others = [name for name in lost if name != actor]
             cause += f"; so did {', '.join(others)}" if others else ""
         elif isinstance(error, RanksLateError) or is_broken(error):
-            actor, cause = "all ranks", f"{_raised(error)}"
+            actor, cause = "all ranks", str(raised(error))
         else:
             return None
         return self._census.failure("trainer", actor, cause, self._supervisor.clock())
@@ -232,7 +233,7 @@ class GangRecovery:
         for group in self._groups:
             group.micro_batch_tokens = min(after, group.micro_batch_tokens)
         await self._supervisor.tell(
-            Incident.MICRO_BATCHES_HALVED, before=before, after=after, cause=f"{_raised(error)!s:.500}"
+            Incident.MICRO_BATCHES_HALVED, before=before, after=after, cause=f"{raised(error)!s:.500}"
         )
         return True
 
@@ -326,14 +327,9 @@ async def _nothing() -> None:
     """Stand for what there is nothing to wait for."""
 
 
-def _raised(error: BaseException) -> BaseException:
-    """Return what an actor raised: the text of Ray's error of it begins with the places in its code."""
-    return getattr(error, "cause", None) or error
-
-
 def is_broken(error: BaseException) -> bool:
     """Return whether a rank raised what no further call to it can mend."""
-    cause = _raised(error)
+    cause = raised(error)
     return not isinstance(cause, RaypostError) and any(one in f"{cause!r}" for one in BROKEN)
 
 

@@ -18,7 +18,7 @@ import time
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 
-from actors.remote import ACTOR_ERRORS
+from actors.remote import ACTOR_ERRORS, raised
 from actors.training.group import TrainerGroup
 from raypost.checkpoint import HF, HF_AVERAGE, CheckpointDir, SavePace
 from raypost.config import Config
@@ -129,7 +129,7 @@ class Saver:
                 await taking
             except OSError as error:
                 # Memory was too short for a copy, and the ranks go on.
-                return self._give_up(step, f"{getattr(error, 'cause', None) or error}")
+                return self._give_up(step, str(raised(error)))
             while not await self._written_once(step, folder):
                 if time.monotonic() >= until:
                     raise CheckpointError(
@@ -161,7 +161,7 @@ class Saver:
             self._give_up(step, str(error))
             return True
         except OSError as error:
-            self._problem = str(getattr(error, "cause", None) or error)
+            self._problem = str(raised(error))
             log.warning("the checkpoint of step %d cannot be written yet: %s", step, self._problem)
             return False
         try:

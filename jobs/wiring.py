@@ -14,7 +14,7 @@ from contextlib import asynccontextmanager, closing
 
 from ray.exceptions import RayError
 
-from actors.remote import ROLE_TRIES, remote, within
+from actors.remote import ROLE_TRIES, raised, remote, within
 from jobs.census import Census
 from jobs.elastic import PoolKeeper, Slots
 from jobs.launch import CALL_TIMEOUT_S, EVALUATION, PRODUCTION, Launcher
@@ -72,7 +72,7 @@ async def spawn(cfg: Config, stop: asyncio.Event) -> AsyncIterator[Roles]:
 
 async def _report_failure(roles: Roles, error: BaseException) -> None:
     """Say why the run ends, and then write its report: what fails meanwhile is a warning, and no other cause."""
-    cause = getattr(error, "cause", None) or error
+    cause = raised(error)
     text = f"{type(cause).__name__}: {cause}"
     roles.display.phase(f"the run ends, its report is written: {text}")
     try:

@@ -29,7 +29,7 @@ def test_a_run_that_was_interrupted_is_resumed_with_its_tracker_and_the_policy_j
     tracked = ["tensorboard", *(["wandb"] if importlib.util.find_spec("wandb") else [])]
     command = [sys.executable, "-m", "raypost", "run", "--config", "jobs/recipes/quickstart.yaml"]
     command += ["--runs-dir", str(tmp_path), *SMALL, JUDGE, f"trackers=[{','.join(tracked)}]"]
-    # Warmed up long enough to end most answers with a number.
+    # After SMALL's warm-up so few verdicts are numbers that the run ends for it.
     command += ["train.num_steps=60", "model.options.steps=300"]
     environment = os.environ | {"WANDB_MODE": "offline", "PYTHONUNBUFFERED": "1"}
     with (tmp_path / "first.log").open("w") as log:
